@@ -1,0 +1,195 @@
+"""The one task runner: `nox -l` lists the sessions, `nox -s NAME -- ARGS` passes ARGS on.
+
+Sessions that need torch share one environment, `.nox/shared`, because a torch installation is gigabytes and most of a
+session's start. It is built once and again whenever a pyproject.toml, the constraints or FLASHTRI_TORCH changes.
+
+FLASHTRI_TORCH is the torch requirement to install in place of the constraints' (`torch==2.12.0`); `skip` installs
+nothing at all and runs in the Python that runs nox, for machines that bring their own torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2025.5.1"
+nox.options.default_venv_backend = "virtualenv"
+nox.options.reuse_venv = "yes"
+nox.options.sessions = ["tests", "lint", "typecheck"]
+
+ROOT = Path(__file__).parent
+PACKAGES = ["packages/core", "packages/modules", "packages/bench"]
+CONSTRAINTS = ROOT / "constraints.txt"
+MINIMUMS = ROOT / "constraints-minimums.txt"
+TORCH = os.environ.get("FLASHTRI_TORCH", "")
+
+# Triton 3.9 warns that the default of floating-point fusion changes in 3.10: fixed, so that no figure moves with it.
+ENV = {"TRITON_DEFAULT_FP_FUSION": "1", "MPLBACKEND": "Agg"}
+if TORCH == "skip":
+    ENV["PYTHONPATH"] = os.pathsep.join(str(ROOT / package / "src") for package in PACKAGES)
+
+NO_KERNEL = "not (interpreter or aot or gpu or multi_gpu or slow or browser)"
+
+
+def python_of(folder: Path) -> str:
+    """Path of the interpreter of a virtual environment."""
+    return str(folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python"))
+
+
+def pinned(constraints: Path, name: str) -> str:
+    """The line of a constraints file that pins `name`."""
+    for line in constraints.read_text().splitlines():
+        if line.startswith(f"{name}=="):
+            return line
+    raise KeyError(f"{constraints.name} does not pin {name}")
+
+
+def environment(session: nox.Session, *groups: str, constraints: Path = CONSTRAINTS, name: str = "shared") -> str:
+    """Python of an environment with torch, Triton, the packages (editable) and the dependency groups.
+
+    torch goes in first and by its exact pin. A CUDA build then brings the one Triton it was built against, which wins
+    over the constraints' pin; a CPU build brings none, and the pin is installed beside it.
+    """
+    if TORCH == "skip":
+        return sys.executable
+    folder = ROOT / ".nox" / name
+    python = python_of(folder)
+    manifests = [ROOT / "pyproject.toml", constraints, *(ROOT / package / "pyproject.toml" for package in PACKAGES)]
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in manifests) + TORCH.encode()).hexdigest()
+    stamp = folder / "flashtri-environment.json"
+    done = json.loads(stamp.read_text()) if stamp.exists() else {}
+    if done.get("digest") != digest:
+        session.run(sys.executable, "-m", "virtualenv", "--quiet", "--clear", str(folder), silent=True)
+        session.run(python, "-m", "pip", "install", "--quiet", TORCH or pinned(constraints, "torch"))
+        done = {"digest": digest, "groups": None}
+    # What the installed torch asks for comes before the file's own pins of torch and triton.
+    have = session.run(python, "-c", VERSIONS, silent=True, log=False).split()
+    if "triton" not in " ".join(have) and sys.platform == "linux":
+        session.run(python, "-m", "pip", "install", "--quiet", pinned(constraints, "triton"))
+        have = session.run(python, "-c", VERSIONS, silent=True, log=False).split()
+    effective = folder / "constraints.txt"
+    lines = [line for line in constraints.read_text().splitlines() if not line.startswith(("torch==", "triton=="))]
+    effective.write_text("\n".join([*lines, *have]) + "\n")
+    if done["groups"] is None:
+        editable = [word for package in PACKAGES for word in ("-e", package)]
+        session.run(python, "-m", "pip", "install", "--quiet", "-c", str(effective), *editable)
+        done["groups"] = []
+    missing = [group for group in groups if group not in done["groups"]]
+    if missing:
+        wanted = [word for group in missing for word in ("--group", group)]
+        session.run(python, "-m", "pip", "install", "--quiet", "-c", str(effective), *wanted)
+        done["groups"] += missing
+    stamp.write_text(json.dumps(done))
+    return python
+
+
+VERSIONS = """
+from importlib.metadata import PackageNotFoundError, version
+for name in ("torch", "triton"):
+    try:
+        print(f"{name}=={version(name)}")
+    except PackageNotFoundError:
+        pass
+"""
+
+
+def cpu_layers(session: nox.Session, python: str) -> None:
+    """The three layers that need no GPU, a pytest process each: TRITON_INTERPRET is read when Triton is imported."""
+    pytest = [python, "-m", "pytest", "-n", "2"]
+    session.run(*pytest, "-m", NO_KERNEL, *session.posargs, env=ENV)
+    if sys.platform == "linux":
+        session.run(*pytest, "-m", "interpreter and not slow", *session.posargs, env=ENV | {"TRITON_INTERPRET": "1"})
+        session.run(*pytest, "-m", "aot and not slow", *session.posargs, env=ENV)
+
+
+@nox.session(venv_backend="none")
+def tests(session: nox.Session) -> None:
+    """Test on the CPU: without kernels, through Triton's interpreter, and by compiling for GPUs that are not here."""
+    cpu_layers(session, environment(session, "test", "bench"))
+
+
+@nox.session(venv_backend="none", default=False)
+def tests_gpu(session: nox.Session) -> None:
+    """Test on this machine's GPU and write the report that the repository keeps."""
+    python = environment(session, "test", "bench")
+    session.run(python, "packages/core/tests/gpu_layer.py", *session.posargs, env=ENV)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check style and format with ruff."""
+    session.install("-q", "-c", str(CONSTRAINTS), "--group", "lint")
+    session.run("ruff", "check", *session.posargs)
+    session.run("ruff", "format", "--check", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def typecheck(session: nox.Session) -> None:
+    """Check the types of all host code with mypy, strictly."""
+    session.run(environment(session, "types"), "-m", "mypy", *session.posargs, env=ENV)
+
+
+@nox.session(venv_backend="none", default=False)
+def demo(session: nox.Session) -> None:
+    """Show it working on this machine: exactness, a small model trained, and speed where there is a GPU."""
+    session.run(environment(session), "-m", "flashtri_modules.demo", *session.posargs, env=ENV)
+
+
+@nox.session(venv_backend="none", default=False)
+def bench(session: nox.Session) -> None:
+    """Run the benchmarks: on a GPU they update results.json, on a CPU they are a smoke run that writes nothing."""
+    session.run(environment(session, "bench"), "-m", "flashtri_bench", "run", *session.posargs, env=ENV)
+
+
+@nox.session(venv_backend="none", default=False)
+def docs(session: nox.Session) -> None:
+    """Build the site strictly into build/site, and check it in headless Chromium where there is one."""
+    python = environment(session, "test", "bench", "docs")
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    browser = ["--browser"] if chromium else []
+    session.run(python, "site/tools/build.py", *browser, *session.posargs, env=ENV)
+
+
+@nox.session(default=False)
+def build(session: nox.Session) -> None:
+    """Build the wheels, install them in an environment of their own, import them and make one call."""
+    session.install("-q", "-c", str(CONSTRAINTS), "build", "hatchling")
+    shutil.rmtree(ROOT / "dist", ignore_errors=True)
+    for package in PACKAGES:
+        session.run("python", "-m", "build", "--no-isolation", "--outdir", "dist", package, silent=True)
+    wheels = sorted(str(path) for path in (ROOT / "dist").glob("*.whl"))
+    session.log("built " + ", ".join(Path(wheel).name for wheel in wheels))
+    folder = ROOT / ".nox" / "clean"
+    python = python_of(folder)
+    session.run(sys.executable, "-m", "virtualenv", "--quiet", "--clear", str(folder), external=True)
+    session.run(python, "-m", "pip", "install", "--quiet", TORCH or pinned(CONSTRAINTS, "torch"), external=True)
+    session.run(python, "-m", "pip", "install", "--quiet", "-c", str(CONSTRAINTS), *wheels, external=True)
+    with session.chdir(session.create_tmp()):  # away from the sources
+        session.run(python, "-c", ONE_CALL, external=True, env=ENV)
+
+
+ONE_CALL = """
+import torch, flashtri_bench, flashtri_modules
+from flash_attn_triton import FlashSelfAttention, flash_attn
+q = torch.randn(1, 2, 5, 8, requires_grad=True)
+flash_attn(q, q, q, causal=True).sum().backward()
+print(FlashSelfAttention(16, 2, causal=True)(torch.randn(1, 3, 16)).shape, q.grad.isfinite().all().item())
+"""
+
+
+@nox.session(venv_backend="none", default=False)
+def minimums(session: nox.Session) -> None:
+    """Test on the CPU with the oldest supported torch and Triton."""
+    cpu_layers(session, environment(session, "test", "bench", constraints=MINIMUMS, name="minimums"))
+
+
+@nox.session(venv_backend="none", default=False)
+def tune(session: nox.Session) -> None:
+    """Search the kernels' configurations on this GPU and write the winners to configs/*.json."""
+    session.run(environment(session), "-m", "flashtri_core.tuning", *session.posargs, env=ENV)
