@@ -12,6 +12,7 @@ Any claim that does not hold ends the program with an error.
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import os
 import statistics
@@ -19,7 +20,8 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from html import escape
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,9 +29,10 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from flashtri_core import flash_attn
 from flashtri_core.reference import eager_attention
 from torch import Tensor, nn
+
+from flashtri_core import flash_attn
 
 from .attention import FlashSelfAttention
 
@@ -163,6 +166,16 @@ def in_words(size: float) -> str:
 # 1. Exactness
 
 
+def out_and_gradients(
+    attend: Callable[..., Tensor], inputs: Sequence[Tensor], dtype: torch.dtype, **keywords: object
+) -> list[Tensor]:
+    """``[out, dq, dk, dv]`` of ``attend`` at ``inputs``, which are ``q, k, v, d(out)``, cast to ``dtype``."""
+    q, k, v, do = (x.detach().to(dtype) for x in inputs)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = attend(*leaves, **keywords)
+    return [out.detach(), *torch.autograd.grad(out, leaves, do)]
+
+
 def exactness(device: torch.device, impl: str) -> None:
     """Compare one forward and backward of ``impl`` with fp64, for full and causal attention.
 
@@ -175,34 +188,23 @@ def exactness(device: torch.device, impl: str) -> None:
     print(f"  q ({batch}, {heads}, {length}, {dim}), k and v with {kv_heads} heads; largest error against fp64:")
     print(f"  {'dtype':9} {'mask':7} {'':4} {'kernel':>9} {'eager':>9}  score matrix never written")
     generator = torch.Generator(device).manual_seed(0)
-
-    def draw(number: int, dtype: torch.dtype) -> Tensor:
-        return torch.randn(batch, number, length, dim, device=device, generator=generator).to(dtype)
-
-    for dtype in dtypes:
-        for causal in (False, True):
-            q, k, v, do = draw(heads, dtype), draw(kv_heads, dtype), draw(kv_heads, dtype), draw(heads, dtype)
-
-            def results(attend: Callable[..., Tensor], inputs: tuple[Tensor, ...], dtype: torch.dtype) -> list[Tensor]:
-                leaves = [x.detach().to(dtype).requires_grad_() for x in inputs[:3]]
-                out = attend(*leaves)
-                return [out.detach(), *torch.autograd.grad(out, leaves, inputs[3].to(dtype))]
-
-            inputs = (q, k, v, do)
-            truth = results(lambda *x, c=causal: eager_attention(*x, causal=c), inputs, torch.float64)
-            eager = results(lambda *x, c=causal: eager_attention(*x, causal=c), inputs, dtype)
-            kernel = results(lambda *x, c=causal: flash_attn(*x, causal=c, impl=impl), inputs, dtype)
-            saved = in_words(batch * heads * length * length * q.element_size())
-            for name, true, by_eager, by_kernel in zip(("out", "dq", "dk", "dv"), truth, eager, kernel, strict=True):
-                ours, theirs = ((x.double() - true).abs().max().item() for x in (by_kernel, by_eager))
-                mask = "causal" if causal else "full"
-                label = f"{str(dtype).removeprefix('torch.'):9} {mask:7}" if name == "out" else " " * 17
-                print(f"  {label} {name:4} {ours:9.1e} {theirs:9.1e}  {saved if name == 'out' else ''}".rstrip())
-                budget = 2 * theirs + torch.finfo(dtype).eps * true.abs().max().item()
-                if not ours <= budget:
-                    raise RuntimeError(
-                        f"{name} of {dtype}, {mask}: error {ours:.3e} is over the budget of {budget:.3e}"
-                    )
+    for dtype, causal in itertools.product(dtypes, (False, True)):
+        mask = "causal" if causal else "full"
+        inputs = [
+            torch.randn(batch, number, length, dim, device=device, generator=generator).to(dtype)
+            for number in (heads, kv_heads, kv_heads, heads)
+        ]
+        truth = out_and_gradients(eager_attention, inputs, torch.float64, causal=causal)
+        eager = out_and_gradients(eager_attention, inputs, dtype, causal=causal)
+        kernel = out_and_gradients(flash_attn, inputs, dtype, causal=causal, impl=impl)
+        saved = in_words(batch * heads * length * length * dtype.itemsize)
+        for name, true, by_eager, by_kernel in zip(("out", "dq", "dk", "dv"), truth, eager, kernel, strict=True):
+            ours, theirs = ((x.double() - true).abs().max().item() for x in (by_kernel, by_eager))
+            label = f"{str(dtype).removeprefix('torch.'):9} {mask:7}" if name == "out" else " " * 17
+            print(f"  {label} {name:4} {ours:9.1e} {theirs:9.1e}  {saved if name == 'out' else ''}".rstrip())
+            budget = 2 * theirs + torch.finfo(dtype).eps * true.abs().max().item()
+            if not ours <= budget:
+                raise RuntimeError(f"{name} of {dtype}, {mask}: error {ours:.3e} is over the budget of {budget:.3e}")
 
 
 def interpreted_exactness() -> None:
@@ -248,9 +250,8 @@ def training(device: torch.device, size: Size, seed: int, out: Path) -> None:
     losses: dict[str, list[float]] = {name: [] for name in names}
     seconds = dict.fromkeys(names, 0.0)
     parameters = sum(p.numel() for p in models["flash"].parameters())
-    print(
-        f"  {text.numel():,} characters of Python; {parameters:,} parameters; {size.steps} steps of {size.batch} x {size.block}"
-    )
+    print(f"  {text.numel():,} characters of Python; {parameters:,} parameters; ", end="")
+    print(f"{size.steps} steps of {size.batch} x {size.block} characters")
     generator = torch.Generator().manual_seed(seed)
     for step in progress(range(size.steps), "training both"):
         starts = torch.randint(text.numel() - size.block - 1, (size.batch, 1), generator=generator)
@@ -285,7 +286,7 @@ def training(device: torch.device, size: Size, seed: int, out: Path) -> None:
         raise RuntimeError("the two models ended further apart than the noise")
 
 
-def plot(curves: dict[str, list[float]], x_label: str, y_label: str, stem: Path) -> Iterable[Path]:
+def plot(curves: dict[str, list[float]], x_label: str, y_label: str, stem: Path) -> list[Path]:
     """Write the curves as ``stem.svg``, and as ``stem.png`` too where matplotlib is installed; returns the paths."""
     stem.parent.mkdir(parents=True, exist_ok=True)
     svg = stem.with_suffix(".svg")
@@ -317,7 +318,8 @@ def svg_plot(curves: dict[str, list[float]], x_label: str, y_label: str) -> str:
         )
 
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="13">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
+        'font-size="13">',
         f'<rect width="{width}" height="{height}" fill="white"/>',
     ]
     for tick in ticks:
@@ -345,34 +347,23 @@ def svg_plot(curves: dict[str, list[float]], x_label: str, y_label: str) -> str:
 
 
 def speed(device: torch.device) -> None:
-    """Print median times beside torch's ``scaled_dot_product_attention``: one call of each in turn, bf16, CUDA events."""
+    """Print medians beside torch's ``scaled_dot_product_attention`` for 16k tokens of bf16, hidden size 2048."""
     print(f"  {'N':>6} {'D':>4} {'mask':7} {'pass':9} {'flashtri':>9} {'SDPA':>9}  SDPA / flashtri")
-    for length, dim, causal in (
-        (4096, 64, False),
-        (4096, 64, True),
-        (4096, 128, False),
-        (4096, 128, True),
-        (16384, 128, True),
-    ):
-        shape = (max(1, 16384 // length), 2048 // dim, length, dim)
+    for length, dim, causal in itertools.product((1024, 4096, 16384), (64, 128), (False, True)):
+        shape = (16384 // length, 2048 // dim, length, dim)
         q, k, v = (torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-        do = torch.randn_like(q)
-        ours = flash_attn(q, k, v, causal=causal)
-        theirs = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
-        backward = [
-            lambda out=out: torch.autograd.grad(out, (q, k, v), do, retain_graph=True) for out in (ours, theirs)
+        calls: list[Callable[[], Tensor]] = [
+            partial(flash_attn, q, k, v, causal=causal),
+            partial(F.scaled_dot_product_attention, q, k, v, is_causal=causal),
         ]
-        forward = [
-            lambda c=causal: flash_attn(q, k, v, causal=c),
-            lambda c=causal: F.scaled_dot_product_attention(q, k, v, is_causal=c),
-        ]
-        for label, calls in (("forward", forward), ("backward", backward)):
-            a, b = in_turns(calls)
+        do = torch.randn(shape, device=device, dtype=torch.bfloat16)
+        backward = [partial(torch.autograd.grad, call(), (q, k, v), do, retain_graph=True) for call in calls]
+        for label, (ours, theirs) in (("forward", in_turns(calls)), ("backward", in_turns(backward))):
             mask = "causal" if causal else "full"
-            print(f"  {length:6} {dim:4} {mask:7} {label:9} {a:6.3f} ms {b:6.3f} ms  {b / a:.2f}")
+            print(f"  {length:6} {dim:4} {mask:7} {label:9} {ours:6.3f} ms {theirs:6.3f} ms  {theirs / ours:.2f}")
 
 
-def in_turns(calls: list[Callable[[], object]], rounds: int = 20) -> list[float]:
+def in_turns(calls: Sequence[Callable[[], object]], rounds: int = 20) -> list[float]:
     """Median milliseconds of each call on the GPU, all called once in every round, after three rounds of warm-up."""
     times: list[list[float]] = [[] for _ in calls]
     for number in range(rounds + 3):
