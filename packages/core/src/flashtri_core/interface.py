@@ -1,0 +1,379 @@
+"""The public functions: documentation, validation, and the call into the operator. No Triton here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import dispatch, ops  # noqa: F401  (ops registers the operators)
+from .dispatch import IMPLS, Support
+from .problem import Extras, describe
+from .variants import alibi, attn_bias, dropout, sink, softcap, window
+
+MAX_HEAD_DIM = 256
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def flash_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seqused_k: Tensor | None = None,
+    deterministic: bool | None = None,
+    return_lse: bool = False,
+    return_max_logits: bool = False,
+    impl: str = "auto",
+) -> Any:
+    """Exact attention, ``softmax(softmax_scale * q k^T) v``, whose score matrix never reaches GPU main memory.
+
+    The order on a score is: scale, softcap, ALiBi, bias, masks. A row that sees no key gives O = 0, LSE = -inf and zero
+    gradients. Under autocast, q, k and v are cast as ``scaled_dot_product_attention`` casts them. Forward results, and
+    gradients of the split backward, are bitwise equal from run to run.
+
+    Args:
+        q: (B, Hq, Nq, D). Any strides with a unit last one; a (B, N, H, D) tensor passes ``.transpose(1, 2)``, no copy.
+        k: (B, Hk, Nk, D), Hq a multiple of Hk: head h reads key head ``h // (Hq / Hk)`` (GQA, MQA).
+        v: (B, Hk, Nk, Dv). D and Dv at most 256 each, any value.
+        causal: query i sees key j when ``j <= i + Nk - Nq`` (bottom-right aligned; SDPA's is_causal is top-left).
+        softmax_scale: any finite float; default ``D ** -0.5``.
+        window_size: (left, right) keys beside the diagonal, inclusive; -1 = unbounded.
+        softcap: ``softcap * tanh(s / softcap)`` on the scaled score; 0 = off.
+        alibi_slopes: fp32 (Hq,) or (B, Hq); adds ``-slope * |i + Nk - Nq - j|``.
+        learnable_sink: (Hq,), one extra logit per head without a value; LSE includes it. Differentiable.
+        attn_bias: float tensor, broadcastable to (B, Hq, Nq, Nk), added to the score. Differentiable.
+        attn_mask: bool tensor, broadcastable to (B, Hq, Nq, Nk), True = visible.
+        dropout_p: probability of dropping a probability, applied whenever it is > 0 (a module knows about eval mode).
+        seqused_k: int32 (B,), keys in use per batch; keys behind it are invisible and "Nk" means this number.
+        deterministic: None follows ``torch.are_deterministic_algorithms_enabled()``.
+        return_lse: also return the log-sum-exp (B, Hq, Nq), natural logarithm, fp32, differentiable.
+        return_max_logits: also return the largest visible score per head, (Hq,) fp32, without gradient.
+        impl: "auto", "triton", "hopper" or "reference"; an explicit choice never falls back.
+
+    Returns:
+        out (B, Hq, Nq, Dv) in q's dtype and memory order; with ``return_lse`` and ``return_max_logits`` a tuple.
+
+    Raises:
+        TypeError: an argument of the wrong type or dtype.
+        ValueError: shapes, devices or values that do not fit together.
+        NotImplementedError: nothing installed here can run it; says what is supported.
+
+    Example:
+        >>> q = k = v = torch.randn(1, 2, 5, 8)
+        >>> tuple(flash_attn(q, k, v, causal=True).shape)
+        (1, 2, 5, 8)
+
+    Source: Dao, FlashAttention-2 (2023), algorithms 1 and 2.
+    """
+    q, k, v = _cast(q, k, v)
+    _check_tensors(q, k, v, 4)
+    batch, heads_q, nq = q.shape[0], q.shape[1], q.shape[2]
+    if k.shape[0] != batch or v.shape[0] != batch:
+        raise ValueError(f"k and v must have q's batch size {batch}, got {k.shape[0]} and {v.shape[0]}")
+    if v.shape[2] != k.shape[2]:
+        raise ValueError(f"v must have k's length {k.shape[2]}, got {v.shape[2]}")
+    extras, numbers, p = _check_features(
+        q, k, (batch, heads_q, nq, k.shape[2]), causal, softmax_scale, window_size, softcap, alibi_slopes,
+        learnable_sink, attn_bias, attn_mask, dropout_p, seqused_k, impl,
+    )  # fmt: skip
+    return _call(q, k, v, extras, nq, k.shape[2], numbers, p, deterministic, impl, return_lse, return_max_logits)
+
+
+def flash_attn_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seqused_k: Tensor | None = None,
+    deterministic: bool | None = None,
+    return_lse: bool = False,
+    return_max_logits: bool = False,
+    impl: str = "auto",
+    validate: bool = False,
+) -> Any:
+    """Attention over packed sequences of different lengths; see :func:`flash_attn` for what is not listed here.
+
+    Sequence s owns query rows ``cu_seqlens_q[s] : cu_seqlens_q[s + 1]`` and key rows likewise. Sequences may be empty,
+    and their query and key lengths differ (causal is bottom-right aligned inside each). Rows behind the last sequence
+    give 0, LSE -inf, and zero gradients. Nothing is read back to the host, so a CUDA graph can capture the call.
+
+    Args:
+        q: (total_q, Hq, D).
+        k: (total_k, Hk, D).
+        v: (total_k, Hk, Dv).
+        cu_seqlens_q: int32 (sequences + 1,), starts at 0, never decreases; int64 is cast.
+        cu_seqlens_k: likewise, for k and v.
+        max_seqlen_q: an upper bound of the query lengths, a Python int. Only shapes of bias and mask depend on it.
+        max_seqlen_k: likewise for keys.
+        attn_bias: broadcastable to (sequences, Hq, max_seqlen_q, max_seqlen_k), indexed inside each sequence.
+        attn_mask: likewise.
+        alibi_slopes: (Hq,) or (sequences, Hq).
+        seqused_k: int32 (sequences,), keys in use in each sequence's rows.
+        validate: check the contents of cu_seqlens on the host, which waits for the device.
+
+    Returns:
+        out (total_q, Hq, Dv); lse (Hq, total_q); max_logits (Hq,).
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as :func:`flash_attn`.
+
+    Example:
+        >>> q = k = v = torch.randn(7, 2, 8)
+        >>> cu = torch.tensor([0, 3, 7], dtype=torch.int32)
+        >>> tuple(flash_attn_varlen(q, k, v, cu, cu, 4, 4, causal=True).shape)
+        (7, 2, 8)
+    """
+    q, k, v = _cast(q, k, v)
+    _check_tensors(q, k, v, 3)
+    if v.shape[0] != k.shape[0]:
+        raise ValueError(f"v must have k's rows {k.shape[0]}, got {v.shape[0]}")
+    max_q, max_k = _check_max("max_seqlen_q", max_seqlen_q), _check_max("max_seqlen_k", max_seqlen_k)
+    cu_q, cu_k = _check_cu("cu_seqlens_q", cu_seqlens_q, q), _check_cu("cu_seqlens_k", cu_seqlens_k, q)
+    if cu_q.shape[0] != cu_k.shape[0]:
+        raise ValueError(f"cu_seqlens_k must have as many entries as cu_seqlens_q ({cu_q.shape[0]}), got {cu_k.shape[0]}")
+    if validate:
+        _check_cu_contents("cu_seqlens_q", cu_q, q.shape[0], max_q)
+        _check_cu_contents("cu_seqlens_k", cu_k, k.shape[0], max_k)
+    sequences = cu_q.shape[0] - 1
+    extras, numbers, p = _check_features(
+        q, k, (sequences, q.shape[1], max_q, max_k), causal, softmax_scale, window_size, softcap, alibi_slopes,
+        learnable_sink, attn_bias, attn_mask, dropout_p, seqused_k, impl,
+    )  # fmt: skip
+    extras = extras._replace(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
+    return _call(q, k, v, extras, max_q, max_k, numbers, p, deterministic, impl, return_lse, return_max_logits)
+
+
+def supports(q: Tensor, k: Tensor, v: Tensor, *, impl: str = "auto", **features: Any) -> Support:
+    """Would :func:`flash_attn` run this call here, with which implementation, and if not, why not?
+
+    Args:
+        q, k, v: as for :func:`flash_attn`; only shapes, dtype and device are looked at (meta tensors too are fine).
+        impl: the implementation asked for.
+        **features: keywords of :func:`flash_attn`.
+
+    Returns:
+        A :class:`Support`: true when the call would run; ``reason`` names the argument otherwise.
+    """
+    try:
+        options: dict[str, Any] = {
+            "causal": False, "softmax_scale": None, "window_size": (-1, -1), "softcap": 0.0, "alibi_slopes": None,
+            "learnable_sink": None, "attn_bias": None, "attn_mask": None, "dropout_p": 0.0, "seqused_k": None,
+        }  # fmt: skip
+        for name in ("deterministic", "return_lse", "return_max_logits"):
+            features.pop(name, None)
+        unknown = set(features) - set(options)
+        if unknown:
+            raise TypeError(f"unknown keyword {sorted(unknown)[0]!r}")
+        options.update(features)
+        q, k, v = _cast(q, k, v)
+        _check_tensors(q, k, v, 4)
+        shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+        extras, numbers, p = _check_features(q, k, shape, *options.values(), impl)
+        problem = describe(q, k, v, extras, q.shape[2], k.shape[2], *numbers, p)
+        return dispatch.choose(problem, q.device, impl)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        return Support(False, str(error), "")
+
+
+def dropout_mask(rng: Tensor, shape: tuple[int, int, int, int], dropout_p: float) -> Tensor:
+    """The mask a call draws: bool (B, Hq, Nq, Nk), True = kept. For tests and for checking a result by hand.
+
+    Args:
+        rng: int64 (2,), what the call drew; ``torch.manual_seed(s)`` followed by :func:`draw_rng` repeats it.
+        shape: (B, Hq, Nq, Nk).
+        dropout_p: as in the call; the kept share is rounded to a multiple of 1/256.
+    """
+    dropout.check(dropout_p)
+    axes = [torch.arange(n, device=rng.device).view([-1 if a == axis else 1 for a in range(4)]) for axis, n in enumerate(shape)]
+    return dropout.keep_eager(rng, axes[0], axes[1], axes[2], axes[3], dropout_p)
+
+
+def draw_rng(device: torch.device | str = "cpu") -> Tensor:
+    """The int64 (2,) words that the next call with dropout on ``device`` would draw; advances the generator likewise."""
+    return dropout.draw(torch.device(device))
+
+
+def _cast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Autocast as SDPA: float tensors other than float64 become the autocast dtype."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    kind = q.device.type
+    if kind in ("cuda", "cpu") and torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        q, k, v = (x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
+    return q, k, v
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor, dim: int) -> None:
+    layout = "(B, H, N, D)" if dim == 4 else "(total, H, D)"
+    heads = 1
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != dim:
+            raise ValueError(f"{name} must have {dim} dimensions {layout}, got shape {tuple(x.shape)}")
+        if x.dtype not in DTYPES:
+            raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {x.dtype}")
+        if x.dtype != q.dtype:
+            raise TypeError(f"{name} must have q's dtype {q.dtype}, got {x.dtype}")
+        if x.device != q.device:
+            raise ValueError(f"{name} must be on q's device {q.device}, got {x.device}")
+        if not 1 <= x.shape[-1] <= MAX_HEAD_DIM:
+            raise ValueError(f"{name}: head dimension must be 1 to {MAX_HEAD_DIM}, got {x.shape[-1]}")
+    if k.shape[-1] != q.shape[-1]:
+        raise ValueError(f"k must have q's head dimension {q.shape[-1]}, got {k.shape[-1]} (v may differ)")
+    if v.shape[heads] != k.shape[heads]:
+        raise ValueError(f"v must have k's heads {k.shape[heads]}, got {v.shape[heads]}")
+    hq, hk = q.shape[heads], k.shape[heads]
+    if hk < 1 or hq < 1 or hq % hk:
+        raise ValueError(f"q's heads must be a positive multiple of k's, got {hq} and {hk}")
+
+
+def _check_features(
+    q: Tensor,
+    k: Tensor,
+    shape: tuple[int, int, int, int],
+    causal: bool,
+    softmax_scale: float | None,
+    window_size: Any,
+    cap: float,
+    alibi_slopes: Tensor | None,
+    learnable_sink: Tensor | None,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    dropout_p: float,
+    seqused_k: Tensor | None,
+    impl: str,
+) -> tuple[Extras, tuple[float, bool, int, int, float], float]:
+    batch, heads = shape[0], shape[1]
+    if impl not in IMPLS:
+        raise ValueError(f"impl must be one of {', '.join(IMPLS)}, got {impl!r}")
+    if not isinstance(causal, bool):
+        raise TypeError(f"causal must be a bool, got {type(causal).__name__}")
+    if softmax_scale is None:
+        softmax_scale = q.shape[-1] ** -0.5
+    elif isinstance(softmax_scale, bool) or not isinstance(softmax_scale, (int, float)):
+        raise TypeError(f"softmax_scale must be a float or None, got {type(softmax_scale).__name__}")
+    elif not -float("inf") < softmax_scale < float("inf"):
+        raise ValueError(f"softmax_scale must be finite, got {softmax_scale}")
+    left, right = (-1, -1) if window_size == (-1, -1) else window.check(window_size)
+    cap = softcap_check(cap) if cap != 0.0 else 0.0
+    p = dropout.check(dropout_p) if dropout_p != 0.0 else 0.0
+    if alibi_slopes is not None:
+        alibi.check(alibi_slopes, batch, heads, q.device)
+    if learnable_sink is not None:
+        sink.check(learnable_sink, heads, q.device)
+    if bias is not None:
+        attn_bias.check(bias, "attn_bias", shape, q.device, False)
+        bias = attn_bias.as_4d(bias)
+    if mask is not None:
+        attn_bias.check(mask, "attn_mask", shape, q.device, True)
+        mask = attn_bias.as_4d(mask)
+    if seqused_k is not None:
+        seqused_k = _check_index("seqused_k", seqused_k, q)
+        if tuple(seqused_k.shape) != (batch,):
+            raise ValueError(f"seqused_k must have shape ({batch},), got {tuple(seqused_k.shape)}")
+    extras = Extras(alibi_slopes, learnable_sink, bias, mask, None, None, seqused_k, None)
+    return extras, (float(softmax_scale), causal, left, right, cap), p
+
+
+softcap_check = softcap.check
+
+
+def _check_index(name: str, x: Any, q: Tensor) -> Tensor:
+    """An int32 or int64 vector on q's device, as contiguous int32."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be an int32 tensor, got {type(x).__name__}")
+    if x.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name} must be int32 (int64 is cast), got {x.dtype}")
+    if x.dim() != 1:
+        raise ValueError(f"{name} must be one-dimensional, got shape {tuple(x.shape)}")
+    if x.device != q.device:
+        raise ValueError(f"{name} must be on q's device {q.device}, got {x.device}")
+    return x.to(torch.int32).contiguous()
+
+
+def _check_cu(name: str, cu: Any, q: Tensor) -> Tensor:
+    cu = _check_index(name, cu, q)
+    if cu.shape[0] < 1:
+        raise ValueError(f"{name} must have at least one entry (sequences + 1), got none")
+    return cu
+
+
+def _check_cu_contents(name: str, cu: Tensor, total: int, longest: int) -> None:
+    values = cu.tolist()
+    lengths = [b - a for a, b in zip(values, values[1:], strict=False)]
+    if values[0] != 0 or any(n < 0 for n in lengths) or values[-1] > total:
+        raise ValueError(f"{name} must start at 0, never decrease, and end at most at {total}, got {values[:8]}...")
+    if lengths and max(lengths) > longest:
+        raise ValueError(f"max_{name[3:-1]}: the longest sequence of {name} has {max(lengths)} rows, got {longest}")
+
+
+def _check_max(name: str, value: Any) -> int:
+    if isinstance(value, Tensor) or isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise TypeError(f"{name} must be a Python int (a tensor would make the host wait), got {type(value).__name__}")
+    if value < 0:
+        raise ValueError(f"{name} must be >= 0, got {value}")
+    return value  # type: ignore[return-value]
+
+
+def _unit_last(x: Tensor) -> Tensor:
+    """The kernels read rows with a unit last stride; a tensor that has another one is copied, as flash-attn does."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def _call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    extras: Extras,
+    max_q: int,
+    max_k: int,
+    numbers: tuple[float, bool, int, int, float],
+    dropout_p: float,
+    deterministic: bool | None,
+    impl: str,
+    return_lse: bool,
+    return_max_logits: bool,
+) -> Any:
+    if dropout_p > 0.0:
+        extras = extras._replace(rng=dropout.draw(q.device))
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    out, lse, row_max = torch.ops.flashtri.fwd(
+        _unit_last(q), _unit_last(k), _unit_last(v), *extras, max_q, max_k, *numbers, dropout_p, deterministic, impl,
+        return_max_logits,
+    )  # fmt: skip
+    if not (return_lse or return_max_logits):
+        return out
+    results = [out]
+    if return_lse:
+        results.append(lse)
+    if return_max_logits:
+        axes = (0, 2) if row_max.dim() == 3 else (1,)
+        empty = row_max.new_full((row_max.shape[-2],), float("-inf"))
+        results.append(row_max.amax(axes) if row_max.numel() else empty)
+    return tuple(results)

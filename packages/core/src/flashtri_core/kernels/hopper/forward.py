@@ -1,0 +1,575 @@
+"""Forward on sm_90: one warp loads, two or three warpgroups compute, and neither waits for the other without need.
+
+The arithmetic is that of the plain kernel (FlashAttention-2); this file is about keeping the tensor cores busy, with the
+schedule of FlashAttention-3 (Shah et al. 2024, section 3). A thread block owns a tile of BLOCK_M query rows; each consumer
+warpgroup owns an equal share of them and walks over the key blocks from the last to the first, masked ones first.
+
+Within a warpgroup, step j issues S_j = Q K_j^T and O += P_{j-1} V_{j-1} together and computes softmax(S_j) while the second
+product still runs. Between warpgroups, a turn passes around: while one issues its products, the others do softmax.
+
+Barriers (``full``: TMA has landed the bytes; ``empty``: all readers are done; ``slot``: which tile comes next)::
+
+    producer warp                      shared memory                     consumer warpgroup w (of NUM_WG)
+    -------------                      -------------                     --------------------------------
+    slot empty? write ---------------> slots[2]       ----------------> wait slot full, read, release slot
+    wait q_empty[t, w], load Q ------> q[q_stages, w] ----------------> wait q_full[t, w]
+    wait k_empty[s], load K_j -------> k[kv_stages]   ----------------> wait k_full[s]; turn; issue S_j = Q K_j^T
+    wait v_empty[s], load V_j-1 -----> v[kv_stages]   ----------------> (V_j-1 seen last step)  issue O += P V_j-1
+                                                                        pass the turn to w + 1
+                          k_empty[s] <-- S_j is in registers ---------- wait for the first product; softmax(S_j)
+                          v_empty[s] <-- O is in registers  ----------- wait v_full (V_j); wait for the second; rescale O
+                          q_empty    <-- O has left through Q's buffer - after the last step: O -> q[t, w] -> TMA store
+
+Block counters run on across tiles, so stage = count % kv_stages and phase = (count // kv_stages) & 1 need no reset, and the
+producer fetches the next tile's Q and K while the consumers finish this one. :mod:`.protocol` is a model of these rules
+that tests execute in random order.
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ..schedule import dense_tile, packed_tile, span_of
+from ..softmax import LN2, LOG2E
+from .common import named_barrier_arrive, named_barrier_wait, tma_load, tma_store
+
+SLOT_FIELDS = gl.constexpr(6)  # start_m, z, h, first query row, Nq, Nk
+TURN = gl.constexpr(8)  # named barriers: TURN + w is warpgroup w's turn,
+RELEASE_K = gl.constexpr(11)  # RELEASE_K + stage and RELEASE_V + stage stand for k_empty and v_empty when there are
+RELEASE_V = gl.constexpr(13)  # two stages
+
+
+class Tiles(NamedTuple):
+    """Shared-memory tiles; each entry is a pair (first columns, remaining columns or None)."""
+
+    q: Any
+    k: Any
+    v: Any
+    slots: Any
+
+
+class Bars(NamedTuple):
+    """mbarriers; see the diagram above."""
+
+    q_full: Any
+    q_empty: Any
+    k_full: Any
+    k_empty: Any
+    v_full: Any
+    v_empty: Any
+    slot_full: Any
+    slot_empty: Any
+
+
+class Sizes(NamedTuple):
+    """Run-time sizes that every partition needs."""
+
+    heads: Any
+    group: Any
+    Nq: Any
+    Nk: Any
+    blocks: Any
+    batch_heads: Any
+    head_group: Any
+    num_tiles: Any
+
+
+# ---------------------------------------------------------------------------------------------------------- schedule
+@gluon.jit
+def key_blocks(start_m, Nq, Nk, variant, args, C: gl.constexpr):
+    """Blocks [first, last) hold the keys that the tile sees, at least one; [free_lo, free_hi) need no mask."""
+    BLOCK_N: gl.constexpr = C.block_n
+    end_m = gl.minimum(start_m + C.block_m, Nq)
+    lo, full_lo, full_hi, hi = variant.kv_range(start_m, end_m, Nq, Nk, args.mask)
+    first = lo // BLOCK_N
+    last = gl.maximum((hi + BLOCK_N - 1) // BLOCK_N, first + 1)
+    free_lo = (full_lo + BLOCK_N - 1) // BLOCK_N
+    free_hi = gl.maximum(full_hi // BLOCK_N, free_lo)
+    return first, free_lo, free_hi, last
+
+
+@gluon.jit
+def locate(tile, sizes, CU_Q, CU_K, USED_K, C: gl.constexpr):
+    """Tile number -> batch or sequence z, head h, first row, first query and key rows in memory, and lengths."""
+    if CU_Q is None:
+        zh, start_m = dense_tile(tile, sizes.blocks, sizes.batch_heads, sizes.head_group, C.block_m, True)
+        z = zh // sizes.heads
+        h = zh % sizes.heads
+    else:
+        h, z, start_m = packed_tile(tile, sizes.blocks, sizes.batch_heads, CU_Q, C.block_m, True)
+    q_row0, Nq, _q = span_of(CU_Q, None, z, sizes.Nq)
+    k_row0, _k, Nk = span_of(CU_K, USED_K, z, sizes.Nk)
+    return z, h, start_m, q_row0, k_row0, Nq, Nk
+
+
+@gluon.jit
+def next_tile(tile, COUNTER, C: gl.constexpr):
+    """The tile after ``tile`` for this thread block; past the end when there is none."""
+    if C.order == "dynamic":  # whoever is free takes the next one
+        following = gl.atomic_add(COUNTER, 1) + gl.num_programs(0)
+    else:
+        following = tile + gl.num_programs(0)
+    return following
+
+
+@gluon.jit
+def reset_counter(COUNTER, C: gl.constexpr):
+    """The last thread block to finish leaves both words zero for the next launch on this stream."""
+    if C.order == "dynamic":
+        if gl.atomic_add(COUNTER + 1, 1) == gl.num_programs(0) - 1:
+            gl.store(COUNTER, 0)
+            gl.store(COUNTER + 1, 0)
+
+
+# ---------------------------------------------------------------------------------------------------------- pipeline
+@gluon.jit
+def stage_of(count, C: gl.constexpr):
+    """Ring position and phase of the count-th block."""
+    return count % C.kv_stages, (count // C.kv_stages) & 1
+
+
+@gluon.jit
+def load_rows(descs, z, h, row, barrier, tiles, stage, ROWS: gl.constexpr, D: gl.constexpr, D_TAIL: gl.constexpr):
+    """Fetch ``ROWS`` rows of one head into ring position ``stage``; what lies outside the tensor arrives as zeros."""
+    mbarrier.expect(barrier, ROWS * (D + D_TAIL) * 2)
+    tma_load(descs[0], [z, h, row, 0], barrier, tiles[0].index(stage))
+    if D_TAIL > 0:
+        tma_load(descs[1], [z, h, row, D], barrier, tiles[1].index(stage))
+
+
+@gluon.jit
+def wait_empty(bar, NAMED: gl.constexpr, count, C: gl.constexpr):
+    """Producer: wait until every consumer has released what the count-th block will overwrite."""
+    stage, phase = stage_of(count, C)
+    if C.named_release:
+        if count >= C.kv_stages:
+            named_barrier_wait(NAMED + stage, 32, 32 + 128 * C.warpgroups)
+    else:
+        mbarrier.wait(bar.index(stage), phase ^ 1)
+
+
+@gluon.jit
+def release(bar, NAMED: gl.constexpr, stage, C: gl.constexpr):
+    """Consumer: this warpgroup no longer reads ring position ``stage``."""
+    if C.named_release:
+        named_barrier_arrive(NAMED + stage, 128, 32 + 128 * C.warpgroups)
+    else:
+        mbarrier.arrive(bar.index(stage), count=1)
+
+
+@gluon.jit
+def take_turn(WG: gl.constexpr, C: gl.constexpr):
+    if C.turns:
+        named_barrier_wait(TURN + WG, 128, 256)
+
+
+@gluon.jit
+def pass_turn(WG: gl.constexpr, C: gl.constexpr):
+    if C.turns:
+        named_barrier_arrive(TURN + (WG + 1) % C.warpgroups, 128, 256)
+
+
+@gluon.jit
+def dot_qk(tiles, q_stage, k_stage, zero, C: gl.constexpr):
+    """Issue S = Q K^T [64, BLOCK_N]; both operands come from shared memory."""
+    M: gl.constexpr = C.block_m // C.warpgroups
+    q = tiles.q[0].index(q_stage).reshape([M, C.d])
+    k = tiles.k[0].index(k_stage).reshape([C.block_n, C.d])
+    s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+    if C.d_tail > 0:
+        q_tail = tiles.q[1].index(q_stage).reshape([M, C.d_tail])
+        k_tail = tiles.k[1].index(k_stage).reshape([C.block_n, C.d_tail])
+        s = warpgroup_mma(q_tail, k_tail.permute((1, 0)), s, is_async=True)
+    return s
+
+
+@gluon.jit
+def dot_pv(p, tiles, stage, acc, C: gl.constexpr):
+    """Issue O += P V; P comes from registers. ``acc`` is a pair, as V's columns are."""
+    v = tiles.v[0].index(stage).reshape([C.block_n, C.dv])
+    o = warpgroup_mma(p, v, acc[0], is_async=True)
+    if C.dv_tail > 0:
+        v_tail = tiles.v[1].index(stage).reshape([C.block_n, C.dv_tail])
+        result = (o, warpgroup_mma(p, v_tail, acc[1], is_async=True))
+    else:
+        result = (o, 0)
+    return result
+
+
+@gluon.jit
+def wait_pv(acc, C: gl.constexpr):
+    if C.dv_tail > 0:
+        result = warpgroup_mma_wait(0, deps=(acc[0], acc[1]))
+    else:
+        result = (warpgroup_mma_wait(0, deps=(acc[0],)), 0)
+    return result
+
+
+# ------------------------------------------------------------------------------------------------------ softmax step
+@gluon.jit
+def scores(s, row, start_n, z, h, Nq, Nk, variant, args, MASK: gl.constexpr, S_LAYOUT: gl.constexpr, C: gl.constexpr):
+    """Score function, bias and mask of one tile: s [64, BLOCK_N], -inf where the key is hidden."""
+    i = row[:, None]
+    j = (start_n + gl.arange(0, C.block_n, layout=gl.SliceLayout(0, S_LAYOUT)))[None, :]
+    s = variant.score(s, args.score)
+    s = variant.alibi(s, z, h, i, j, Nq, Nk, args.alibi)
+    if MASK:
+        s = gl.where(variant.keep(i, j, Nq, Nk, args.mask) & (j < Nk), s, float("-inf"))
+    return s
+
+
+@gluon.jit
+def probabilities(s, m_i, unit_log2, MASK: gl.constexpr):
+    """p = exp(s - m) [64, BLOCK_N], the factor alpha [64] for what was accumulated before, and the new maximum m [64]."""
+    m_new = gl.maximum(m_i, gl.max(s, 1))
+    pivot_log2 = m_new * unit_log2
+    if MASK:  # a row that has seen no key yet
+        pivot_log2 = gl.where(m_new == float("-inf"), 0.0, pivot_log2)
+    alpha = gl.exp2(m_i * unit_log2 - pivot_log2)
+    p = gl.exp2(s * unit_log2 - pivot_log2[:, None])
+    return p, alpha, m_new
+
+
+@gluon.jit
+def row_parts(p, C: gl.constexpr):
+    """Row sums as far as one thread can add them, [64, 4]: four threads share a row, and the loop needs no shuffle."""
+    return gl.sum(gl.sum(p.reshape([p.shape[0], C.block_n // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def scale_rows(x, factor):
+    """x * factor[:, None] in x's layout; moving ``factor`` there moves no data."""
+    return x * gl.convert_layout(factor, gl.SliceLayout(1, x.type.layout))[:, None]
+
+
+@gluon.jit
+def rescale(acc, factor, C: gl.constexpr):
+    if C.dv_tail > 0:
+        result = (scale_rows(acc[0], factor), scale_rows(acc[1], factor))
+    else:
+        result = (scale_rows(acc[0], factor), 0)
+    return result
+
+
+@gluon.jit
+def step(
+    acc, p16, m_i, l_i, row, block, count, q_stage, z, h, Nq, Nk, unit_log2, variant, args, tiles, bars,
+    WG: gl.constexpr, MASK: gl.constexpr, S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """One key block: its scores and softmax, under the previous block's product with V."""
+    k_stage, k_phase = stage_of(count, C)
+    v_stage, _phase = stage_of(count - 1, C)
+    mbarrier.wait(bars.k_full.index(k_stage), k_phase)
+    take_turn(WG, C)
+    zero = gl.zeros([row.shape[0], C.block_n], gl.float32, S_LAYOUT)
+    s = dot_qk(tiles, q_stage, k_stage, zero, C)
+    acc = dot_pv(p16, tiles, v_stage, acc, C)
+    pass_turn(WG, C)
+    if C.dv_tail > 0:
+        s = warpgroup_mma_wait(2, deps=(s,))
+    else:
+        s = warpgroup_mma_wait(1, deps=(s,))
+    release(bars.k_empty, RELEASE_K, k_stage, C)
+    s = scores(s, row, block * C.block_n, z, h, Nq, Nk, variant, args, MASK, S_LAYOUT, C)
+    p, alpha, m_i = probabilities(s, m_i, unit_log2, MASK)
+    parts = row_parts(p, C)
+    l_i = scale_rows(l_i, alpha) + parts
+    # The next step needs this V anyway. Waiting here, a branch, keeps ptxas from moving exp2 below the wait for O.
+    mbarrier.wait(bars.v_full.index(k_stage), k_phase)
+    acc = wait_pv(acc, C)
+    release(bars.v_empty, RELEASE_V, v_stage, C)
+    p16 = gl.convert_layout(p.to(p16.dtype), P_LAYOUT)  # after the wait: before it, Triton 3.8's ptxas serialises wgmma
+    return rescale(acc, alpha, C), p16, m_i, l_i
+
+
+# ---------------------------------------------------------------------------------------------------------- epilogue
+@gluon.jit
+def store_tile(acc, q_stage, z, h, row0, Nq, q_row0, descs, O, stride_o, tiles, C: gl.constexpr):
+    """O leaves through Q's buffer, whose last reader was this warpgroup's last S = Q K^T.
+
+    Dense tensors go by TMA, which drops rows past the end and runs on while the next tile starts. In a packed tensor
+    the rows past the end belong to the next sequence, so they are stored under a mask.
+    """
+    M: gl.constexpr = C.block_m // C.warpgroups
+    dtype: gl.constexpr = tiles.q[0].dtype
+    if C.packed:
+        store_masked(acc[0], tiles.q[0].index(q_stage).reshape([M, C.dv]), O, stride_o, h, row0, q_row0, Nq, 0, M, C.dv, C)
+        if C.dv_tail > 0:
+            tail = tiles.q[1].index(q_stage).reshape([M, C.dv_tail])
+            store_masked(acc[1], tail, O, stride_o, h, row0, q_row0, Nq, C.dv, M, C.dv_tail, C)
+    else:
+        tiles.q[0].index(q_stage).reshape([M, C.dv]).store(acc[0].to(dtype))
+        if C.dv_tail > 0:
+            tiles.q[1].index(q_stage).reshape([M, C.dv_tail]).store(acc[1].to(dtype))
+        fence_async_shared()
+        tma_store(descs[0], [z, h, row0, 0], tiles.q[0].index(q_stage))
+        if C.dv_tail > 0:
+            tma_store(descs[1], [z, h, row0, C.dv], tiles.q[1].index(q_stage))
+
+
+@gluon.jit
+def store_masked(
+    x, stage, O, stride_o, h, row0, q_row0, Nq, FIRST: gl.constexpr, M: gl.constexpr, COLS: gl.constexpr, C: gl.constexpr
+):
+    """Store one [M, COLS] part of O, starting at column FIRST, where the row is the sequence's own."""
+    PER_ROW: gl.constexpr = COLS // 8 if COLS < 256 else 32  # threads of 16 bytes each that cover a row
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // PER_ROW, PER_ROW], [4, 1], [1, 0])
+    stage.store(x.to(stage.dtype))
+    rows = row0 + gl.arange(0, M, layout=gl.SliceLayout(1, LAYOUT))
+    cols = FIRST + gl.arange(0, COLS, layout=gl.SliceLayout(0, LAYOUT))
+    base = O + h.to(gl.int64) * stride_o[1]
+    ptrs = base + (q_row0 + rows).to(gl.int64)[:, None] * stride_o[2] + cols[None, :]
+    gl.store(ptrs, stage.load(LAYOUT), mask=(rows < Nq)[:, None] & (cols < C.head_dim_v)[None, :])
+    fence_async_shared()  # the producer's next TMA load overwrites what these threads read
+
+
+# -------------------------------------------------------------------------------------------------------- partitions
+@gluon.jit
+def write_slot(slots, stage, FIELD: gl.constexpr, value):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    slots.index(stage * SLOT_FIELDS + FIELD).store(gl.full([1], value, gl.int32, layout))
+
+
+@gluon.jit
+def read_slot(slots, stage, FIELD: gl.constexpr):
+    return gl.max(slots.index(stage * SLOT_FIELDS + FIELD).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+
+
+@gluon.jit
+def producer(q_descs, k_descs, v_descs, CU_Q, CU_K, USED_K, COUNTER, sizes, variant, args, tiles, bars, C: gl.constexpr):
+    """Chooses the tiles, tells the consumers, and streams Q, K and V into the rings in the order they are used."""
+    M: gl.constexpr = C.block_m // C.warpgroups
+    count = 0  # key blocks fetched
+    turn = 0  # tiles fetched
+    tile = gl.program_id(0)
+    while tile < sizes.num_tiles:
+        z, h, start_m, q_row0, k_row0, Nq, Nk = locate(tile, sizes, CU_Q, CU_K, USED_K, C)
+        if start_m < Nq:  # packed problems number a few tiles that no sequence needs
+            slot = turn % 2
+            mbarrier.wait(bars.slot_empty.index(slot), ((turn // 2) & 1) ^ 1)
+            write_slot(tiles.slots, slot, 0, start_m)
+            write_slot(tiles.slots, slot, 1, z)
+            write_slot(tiles.slots, slot, 2, h)
+            if C.packed or C.used:
+                write_slot(tiles.slots, slot, 3, q_row0)
+                write_slot(tiles.slots, slot, 4, Nq)
+                write_slot(tiles.slots, slot, 5, Nk)
+            mbarrier.arrive(bars.slot_full.index(slot), count=1)
+            zb = 0 if C.packed else z  # packed tensors have no batch axis
+            hk = h // sizes.group
+            first, _lo, _hi, last = key_blocks(start_m, Nq, Nk, variant, args, C)
+            q_stage = turn % C.q_stages
+            for w in gl.static_range(C.warpgroups):
+                q_full = bars.q_full.index(q_stage * C.warpgroups + w)
+                mbarrier.wait(bars.q_empty.index(q_stage * C.warpgroups + w), ((turn // C.q_stages) & 1) ^ 1)
+                row = q_row0 + start_m + w * M
+                load_rows(q_descs, zb, h, row, q_full, tiles.q, q_stage * C.warpgroups + w, M, C.d, C.d_tail)
+                if w == 0:
+                    load_k(k_descs, zb, hk, k_row0, last - 1, count, tiles, bars, C)
+            count += 1
+            for block in range(last - 2, first - 1, -1):
+                load_k(k_descs, zb, hk, k_row0, block, count, tiles, bars, C)
+                load_v(v_descs, zb, hk, k_row0, block + 1, count - 1, tiles, bars, C)
+                count += 1
+            load_v(v_descs, zb, hk, k_row0, first, count - 1, tiles, bars, C)
+            turn += 1
+        tile = next_tile(tile, COUNTER, C)
+    slot = turn % 2
+    mbarrier.wait(bars.slot_empty.index(slot), ((turn // 2) & 1) ^ 1)
+    write_slot(tiles.slots, slot, 0, -1)
+    mbarrier.arrive(bars.slot_full.index(slot), count=1)
+    reset_counter(COUNTER, C)
+
+
+@gluon.jit
+def load_k(descs, z, h, row0, block, count, tiles, bars, C: gl.constexpr):
+    wait_empty(bars.k_empty, RELEASE_K, count, C)
+    stage, _phase = stage_of(count, C)
+    load_rows(descs, z, h, row0 + block * C.block_n, bars.k_full.index(stage), tiles.k, stage, C.block_n, C.d, C.d_tail)
+
+
+@gluon.jit
+def load_v(descs, z, h, row0, block, count, tiles, bars, C: gl.constexpr):
+    wait_empty(bars.v_empty, RELEASE_V, count, C)
+    stage, _phase = stage_of(count, C)
+    load_rows(descs, z, h, row0 + block * C.block_n, bars.v_full.index(stage), tiles.v, stage, C.block_n, C.dv, C.dv_tail)
+
+
+@gluon.jit
+def consumer(
+    o_descs, O, stride_o, LSE, stride_lse, SINK, unit_log2, sizes, variant, args, tiles, bars, WG: gl.constexpr,
+    C: gl.constexpr,
+):  # fmt: skip
+    """Warpgroup WG: its rows of every tile that this thread block is given."""
+    M: gl.constexpr = C.block_m // C.warpgroups
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.block_n, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.dv, 16])
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
+    ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    dtype: gl.constexpr = tiles.q[0].dtype
+    if WG == C.warpgroups - 1:
+        pass_turn(WG, C)  # the first turn is warpgroup 0's
+    count = 0  # key blocks consumed
+    turn = 0  # tiles consumed
+    mbarrier.wait(bars.slot_full.index(0), 0)
+    start_m = read_slot(tiles.slots, 0, 0)
+    while start_m >= 0:
+        slot = turn % 2
+        z = read_slot(tiles.slots, slot, 1)
+        h = read_slot(tiles.slots, slot, 2)
+        q_row0 = 0
+        Nq = sizes.Nq
+        Nk = sizes.Nk
+        if C.packed or C.used:
+            q_row0 = read_slot(tiles.slots, slot, 3)
+            Nq = read_slot(tiles.slots, slot, 4)
+            Nk = read_slot(tiles.slots, slot, 5)
+        mbarrier.arrive(bars.slot_empty.index(slot), count=1)
+        first, free_lo, free_hi, last = key_blocks(start_m, Nq, Nk, variant, args, C)
+        row0 = start_m + WG * M
+        row = row0 + gl.arange(0, M, layout=ROWS)
+        q_stage = (turn % C.q_stages) * C.warpgroups + WG
+        m_i = gl.full([M], float("-inf"), gl.float32, layout=ROWS)
+        if SINK is not None:
+            m_i = gl.full([M], 0.0, gl.float32, layout=ROWS) + gl.load(SINK + h).to(gl.float32) * (LOG2E / unit_log2)
+        acc = (gl.zeros([M, C.dv], gl.float32, O_LAYOUT), 0)
+        if C.dv_tail > 0:
+            TAIL_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.dv_tail, 16])
+            acc = (gl.zeros([M, C.dv], gl.float32, O_LAYOUT), gl.zeros([M, C.dv_tail], gl.float32, TAIL_LAYOUT))
+
+        # the last key block: scores and softmax only
+        k_stage, k_phase = stage_of(count, C)
+        mbarrier.wait(bars.q_full.index(q_stage), (turn // C.q_stages) & 1)
+        mbarrier.wait(bars.k_full.index(k_stage), k_phase)
+        take_turn(WG, C)
+        s = dot_qk(tiles, q_stage, k_stage, gl.zeros([M, C.block_n], gl.float32, S_LAYOUT), C)
+        pass_turn(WG, C)
+        s = warpgroup_mma_wait(0, deps=(s,))
+        release(bars.k_empty, RELEASE_K, k_stage, C)
+        if C.q_stages > 1:  # the previous tile's O has had time to leave its buffer
+            tma.store_wait(0)
+            before = ((turn - 1) % C.q_stages) * C.warpgroups + WG
+            mbarrier.arrive(bars.q_empty.index(before), count=1, pred=turn > 0)
+        s = scores(s, row, (last - 1) * C.block_n, z, h, Nq, Nk, variant, args, C.mask_last, S_LAYOUT, C)
+        p, alpha, m_i = probabilities(s, m_i, unit_log2, C.mask_last)
+        l_i = row_parts(p, C)
+        if SINK is not None:
+            l_i += scale_rows(gl.full([M, 4], 0.25, gl.float32, l_i.type.layout), alpha)  # l = 1 shared by four threads
+        p16 = gl.convert_layout(p.to(dtype), P_LAYOUT)
+        mbarrier.wait(bars.v_full.index(k_stage), k_phase)
+        count += 1
+
+        # the other key blocks: an edge, the free middle, the other edge
+        block = last - 2
+        if C.right_edge:
+            for block in range(last - 2, gl.maximum(free_hi, first) - 1, -1):
+                acc, p16, m_i, l_i = step(acc, p16, m_i, l_i, row, block, count, q_stage, z, h, Nq, Nk, unit_log2,
+                                          variant, args, tiles, bars, WG, True, S_LAYOUT, P_LAYOUT, C)  # fmt: skip
+                count += 1
+        for block in range(gl.minimum(last - 1, free_hi) - 1, gl.maximum(free_lo, first) - 1, -1):
+            acc, p16, m_i, l_i = step(acc, p16, m_i, l_i, row, block, count, q_stage, z, h, Nq, Nk, unit_log2,
+                                      variant, args, tiles, bars, WG, False, S_LAYOUT, P_LAYOUT, C)  # fmt: skip
+            count += 1
+        if C.left_edge:
+            for block in range(gl.minimum(last - 1, free_lo) - 1, first - 1, -1):
+                acc, p16, m_i, l_i = step(acc, p16, m_i, l_i, row, block, count, q_stage, z, h, Nq, Nk, unit_log2,
+                                          variant, args, tiles, bars, WG, True, S_LAYOUT, P_LAYOUT, C)  # fmt: skip
+                count += 1
+
+        # the last product, the division, the way out
+        v_stage, _phase = stage_of(count - 1, C)
+        acc = wait_pv(dot_pv(p16, tiles, v_stage, acc, C), C)
+        release(bars.v_empty, RELEASE_V, v_stage, C)
+        l_row = gl.convert_layout(gl.sum(l_i, 1), ROWS)
+        l_safe = gl.where(l_row == 0.0, 1.0, l_row)
+        lse = (m_i * unit_log2 + gl.log2(l_safe)) * LN2
+        rows = LSE + h.to(gl.int64) * stride_lse[1] + q_row0 + row
+        if not C.packed:
+            rows += z.to(gl.int64) * stride_lse[0]
+        gl.store(rows, lse, mask=row < Nq)
+        acc = rescale(acc, 1.0 / l_safe, C)
+        store_tile(acc, q_stage, z, h, row0, Nq, q_row0, o_descs, O, stride_o, tiles, C)
+        if C.q_stages == 1:
+            tma.store_wait(0)
+            mbarrier.arrive(bars.q_empty.index(q_stage), count=1)
+        turn += 1
+        mbarrier.wait(bars.slot_full.index(turn % 2), (turn // 2) & 1)
+        start_m = read_slot(tiles.slots, turn % 2, 0)
+    tma.store_wait(0)
+    if WG == 0:
+        take_turn(WG, C)  # the pass that opened the ring
+
+
+# ------------------------------------------------------------------------------------------------------------ kernel
+@gluon.jit
+def tile_pair(dtype: gl.constexpr, stages: gl.constexpr, rows: gl.constexpr, desc, desc_tail, D: gl.constexpr,
+              D_TAIL: gl.constexpr):  # fmt: skip
+    main = gl.allocate_shared_memory(dtype, [stages, 1, 1, rows, D], desc.layout)
+    if D_TAIL > 0:
+        result = (main, gl.allocate_shared_memory(dtype, [stages, 1, 1, rows, D_TAIL], desc_tail.layout))
+    else:
+        result = (main, 0)
+    return result
+
+
+@gluon.jit
+def barriers(number: gl.constexpr, arrivals: gl.constexpr):
+    bars = gl.allocate_shared_memory(gl.int64, [number, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(number):
+        mbarrier.init(bars.index(i), count=arrivals)
+    return bars
+
+
+@gluon.jit(do_not_specialize=["Nq", "Nk", "blocks", "batch_heads", "head_group", "num_tiles", "heads", "group"])
+def attn_fwd_hopper(
+    q_desc, q_tail, k_desc, k_tail, v_desc, v_tail, o_desc, o_tail, O, stride_o, LSE, stride_lse, SINK, CU_Q, CU_K,
+    USED_K, COUNTER, variant, args, unit_log2, heads, group, Nq, Nk, blocks, batch_heads, head_group, num_tiles,
+    C: gl.constexpr,
+):  # fmt: skip
+    """Grid: one thread block per tile, or one per multiprocessor (``C.order``). ``C`` is a :class:`.ForwardConfig`."""
+    M: gl.constexpr = C.block_m // C.warpgroups
+    dtype: gl.constexpr = q_desc.dtype
+    tiles = Tiles(
+        tile_pair(dtype, C.q_stages * C.warpgroups, M, q_desc, q_tail, C.d, C.d_tail),
+        tile_pair(dtype, C.kv_stages, C.block_n, k_desc, k_tail, C.d, C.d_tail),
+        tile_pair(dtype, C.kv_stages, C.block_n, v_desc, v_tail, C.dv, C.dv_tail),
+        gl.allocate_shared_memory(gl.int32, [2 * SLOT_FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+    )
+    bars = Bars(
+        barriers(C.q_stages * C.warpgroups, 1),
+        barriers(C.q_stages * C.warpgroups, 1),
+        barriers(C.kv_stages, 1),
+        barriers(C.kv_stages, C.warpgroups),
+        barriers(C.kv_stages, 1),
+        barriers(C.kv_stages, C.warpgroups),
+        barriers(2, 1),
+        barriers(2, C.warpgroups),
+    )
+    fence_async_shared()
+    sizes = Sizes(heads, group, Nq, Nk, blocks, batch_heads, head_group, num_tiles)
+    q_descs = (q_desc, q_tail)
+    k_descs = (k_desc, k_tail)
+    v_descs = (v_desc, v_tail)
+    o_descs = (o_desc, o_tail)
+    # the argument tuples stand here in full because assigning one to a name would turn its constants into tensors
+    if C.warpgroups == 2:
+        gl.warp_specialize([
+            (consumer, (o_descs, O, stride_o, LSE, stride_lse, SINK, unit_log2, sizes, variant, args, tiles, bars, 0, C)),
+            (consumer, (o_descs, O, stride_o, LSE, stride_lse, SINK, unit_log2, sizes, variant, args, tiles, bars, 1, C)),
+            (producer, (q_descs, k_descs, v_descs, CU_Q, CU_K, USED_K, COUNTER, sizes, variant, args, tiles, bars, C)),
+        ], [4, 1], [C.consumer_regs, C.producer_regs])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (consumer, (o_descs, O, stride_o, LSE, stride_lse, SINK, unit_log2, sizes, variant, args, tiles, bars, 0, C)),
+            (consumer, (o_descs, O, stride_o, LSE, stride_lse, SINK, unit_log2, sizes, variant, args, tiles, bars, 1, C)),
+            (consumer, (o_descs, O, stride_o, LSE, stride_lse, SINK, unit_log2, sizes, variant, args, tiles, bars, 2, C)),
+            (producer, (q_descs, k_descs, v_descs, CU_Q, CU_K, USED_K, COUNTER, sizes, variant, args, tiles, bars, C)),
+        ], [4, 4, 1], [C.consumer_regs, C.consumer_regs, C.producer_regs])  # fmt: skip

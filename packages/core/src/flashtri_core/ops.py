@@ -1,0 +1,154 @@
+"""torch.library operators: schema, fake tensors, autograd. Launchers are imported when an operator runs.
+
+One forward and one backward operator serve dense and packed calls and all features, so that ``torch.compile`` sees two
+opaque calls and no Python. Outputs follow their input's memory order: (B, N, H, D) storage gives (B, N, H, D) storage.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .problem import Extras, Problem, describe
+
+_FEATURES = (
+    "Tensor? alibi_slopes, Tensor? learnable_sink, Tensor? attn_bias, Tensor? attn_mask, Tensor? cu_seqlens_q, "
+    "Tensor? cu_seqlens_k, Tensor? seqused_k, Tensor? rng, SymInt max_seqlen_q, SymInt max_seqlen_k, "
+    "float softmax_scale, bool causal, int window_left, int window_right, float softcap, float dropout_p, "
+    "bool deterministic, str impl"
+)
+_N_EXTRAS = 8
+
+_lib = torch.library.Library("flashtri", "DEF")
+_lib.define(f"fwd(Tensor q, Tensor k, Tensor v, {_FEATURES}, bool return_max) -> (Tensor, Tensor, Tensor)")
+_lib.define(
+    f"bwd(Tensor do, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_FEATURES}, "
+    "bool need_dq, bool need_dkv, bool need_dsink, bool need_dbias) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+def like_layout(x: Tensor, width: int) -> Tensor:
+    """Uninitialised tensor of x's shape but ``width`` columns, rows-before-heads in memory where x has them so.
+
+    A packed (total, H, D) tensor is zeroed instead: rows behind the last sequence belong to no program.
+    """
+    if x.dim() == 3:
+        return x.new_zeros(x.shape[0], x.shape[1], width)
+    batch, heads, rows = x.shape[0], x.shape[1], x.shape[2]
+    if x.stride(1) < x.stride(2):
+        return x.new_empty(batch, rows, heads, width).transpose(1, 2)
+    return x.new_empty(batch, heads, rows, width)
+
+
+def _statistic(q: Tensor) -> Tensor:
+    """Uninitialised LSE: (B, Hq, Nq), or (Hq, total) filled with -inf; float32, float64 for float64 inputs."""
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    if q.dim() == 3:
+        return q.new_full((q.shape[1], q.shape[0]), float("-inf"), dtype=dtype)
+    return q.new_empty(q.shape[:3], dtype=dtype)
+
+
+def _launcher(problem: Problem, q: Tensor, impl: str, deterministic: bool, backward: bool) -> Any:
+    """The function that fills the outputs; imported here so that ``import flashtri_core`` stays light."""
+    if impl == "reference" or (impl == "auto" and q.device.type == "cpu"):
+        from . import reference
+
+        return reference.chunked_backward if backward else reference.chunked_forward
+    from . import dispatch
+
+    return dispatch.backward(problem, q, impl, deterministic) if backward else dispatch.forward(problem, q, impl)
+
+
+def _fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    extras, options = Extras(*rest[:_N_EXTRAS]), rest[_N_EXTRAS:]
+    *numbers, deterministic, impl, return_max = options
+    problem = describe(q, k, v, extras, *numbers)
+    out, lse = like_layout(q, v.shape[-1]), _statistic(q)
+    row_max = _statistic(q) if return_max else None
+    if q.numel() or out.numel():
+        _launcher(problem, q, impl, deterministic, False)(problem, q, k, v, extras, out, lse, row_max)
+    return out, lse, q.new_empty(0, dtype=lse.dtype) if row_max is None else row_max
+
+
+def _bwd(
+    do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    extras, options = Extras(*rest[:_N_EXTRAS]), rest[_N_EXTRAS:]
+    *numbers, deterministic, impl, need_dq, need_dkv, need_dsink, need_dbias = options
+    problem = describe(q, k, v, extras, *numbers)
+    grads = _grad_buffers(q, k, v, extras, need_dq, need_dkv, need_dsink, need_dbias)
+    if do.stride(-1) != 1 and do.shape[-1] != 1:
+        do = do.contiguous()  # e.g. the stride-0 gradient of sum()
+    if q.numel() or k.numel():
+        launcher = _launcher(problem, q, impl, deterministic, True)
+        launcher(problem, do, dlse, q, k, v, out, lse, extras, *grads)
+    none = q.new_empty(0)
+    dq, dk, dv, dsink, dbias = (none.clone() if g is None else g for g in grads)
+    return dq, dk, dv, dsink, dbias
+
+
+def _grad_buffers(
+    q: Tensor, k: Tensor, v: Tensor, extras: Extras, need_dq: bool, need_dkv: bool, need_dsink: bool, need_dbias: bool
+) -> tuple[Tensor | None, ...]:
+    sink, bias = extras.learnable_sink, extras.attn_bias
+    return (
+        like_layout(q, q.shape[-1]) if need_dq else None,
+        like_layout(k, k.shape[-1]) if need_dkv else None,
+        like_layout(v, v.shape[-1]) if need_dkv else None,
+        torch.empty_like(sink, memory_format=torch.contiguous_format) if need_dsink and sink is not None else None,
+        torch.empty_like(bias, memory_format=torch.contiguous_format) if need_dbias and bias is not None else None,
+    )
+
+
+def _fwd_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    lse = _statistic(q)
+    return like_layout(q, v.shape[-1]), lse, _statistic(q) if rest[-1] else q.new_empty(0, dtype=lse.dtype)
+
+
+def _bwd_fake(
+    do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
+) -> tuple[Tensor, ...]:
+    grads = _grad_buffers(q, k, v, Extras(*rest[:_N_EXTRAS]), *rest[-4:])
+    return tuple(q.new_empty(0) if g is None else g for g in grads)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    q, k, v, *rest = inputs
+    out, lse, row_max = output
+    ctx.mark_non_differentiable(row_max)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, out, lse, *rest[:_N_EXTRAS])
+    ctx.options = rest[_N_EXTRAS:-1]
+
+
+def _fwd_backward(ctx: Any, do: Tensor | None, dlse: Tensor | None, _row_max: Tensor | None) -> tuple[Any, ...]:
+    q, k, v, out, lse, *extras = ctx.saved_tensors
+    none = (None,) * (len(ctx.options) + 1)
+    if do is None and dlse is None:
+        return (None,) * 3 + (None,) * _N_EXTRAS + none
+    do = torch.zeros_like(out) if do is None else do
+    need = ctx.needs_input_grad
+    need_sink, need_bias = need[4] and extras[1] is not None, need[5] and extras[2] is not None
+    dq, dk, dv, dsink, dbias = torch.ops.flashtri.bwd(
+        do, dlse, q, k, v, out, lse, *extras, *ctx.options, need[0], need[1] or need[2], need_sink, need_bias
+    )
+    grads: list[Any] = [None] * _N_EXTRAS
+    grads[1], grads[2] = dsink if need_sink else None, dbias if need_bias else None
+    return dq if need[0] else None, dk if need[1] else None, dv if need[2] else None, *grads, *none
+
+
+def _no_double_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+    raise NotImplementedError(
+        "flash attention has no double backward; for gradients of gradients compute attention with "
+        "flashtri_core.reference.eager_attention or torch's MATH backend"
+    )
+
+
+for _name, _impl, _fake in (("fwd", _fwd, _fwd_fake), ("bwd", _bwd, _bwd_fake)):
+    for _key in ("CPU", "CUDA"):
+        _lib.impl(_name, _impl, _key)
+    torch.library.register_fake(f"flashtri::{_name}", _fake, lib=_lib)
+torch.library.register_autograd("flashtri::fwd", _fwd_backward, setup_context=_save, lib=_lib)
+torch.library.register_autograd("flashtri::bwd", _no_double_backward, setup_context=lambda ctx, inputs, output: None, lib=_lib)

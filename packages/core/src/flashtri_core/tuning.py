@@ -1,0 +1,167 @@
+"""Tile sizes as data. ``choose`` is deterministic and needs no GPU; ``tune`` measures and writes the table.
+
+``configs/<arch>.json`` holds, per kernel, rules tried in order; the first whose conditions hold and whose tiles fit the
+device's shared memory wins. A table written by ``tune`` in the user's cache folder goes before the shipped one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from .problem import Problem
+from .target import Target
+
+KERNELS = ("fwd", "dkdv", "dq", "dbias")
+L2_BYTES = 8 << 20  # K and V of the heads that run side by side; measured best among 2..32 MB on an H200 (50 MB of L2)
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Tile sizes of one kernel launch."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+    num_warps: int
+    num_stages: int
+
+
+def block_of(head_dim: int) -> int:
+    """The power of two, at least 16, that holds a head dimension inside a tile."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def shared_bytes(kernel: str, config: Config, problem: Problem) -> int:
+    """Estimate of the shared memory a config needs, in bytes; the ahead-of-time tests hold it against the compiler."""
+    width = 2 * (block_of(problem.head_dim) + block_of(problem.head_dim_v))
+    tile = 2 * config.BLOCK_M * config.BLOCK_N
+    stages = config.num_stages
+    if kernel == "fwd":
+        return 2 * config.BLOCK_M * block_of(problem.head_dim) + stages * config.BLOCK_N * width
+    if kernel == "dkdv":
+        return config.BLOCK_N * width + stages * config.BLOCK_M * width + 2 * tile
+    return config.BLOCK_M * width + stages * config.BLOCK_N * width + tile
+
+
+def _matches(rule: dict[str, Any], problem: Problem) -> bool:
+    when = rule.get("when", {})
+    width = max(block_of(problem.head_dim), block_of(problem.head_dim_v))
+    seqlen = max(problem.seqlen_q, problem.seqlen_k)
+    return (
+        width <= when.get("max_head_dim", 256)
+        and when.get("mask", problem.mask_kind) == problem.mask_kind
+        and seqlen <= when.get("max_seqlen", 1 << 40)
+        and set(when.get("features", ())) <= set(problem.features)
+    )
+
+
+@lru_cache(maxsize=None)
+def _shipped(arch: str) -> dict[str, list[dict[str, Any]]]:
+    path = Path(__file__).parent / "configs" / f"{arch}.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def cache_path(target: Target) -> Path:
+    """Where ``tune`` keeps its table for a device kind; ``FLASHTRI_CACHE`` overrides the folder."""
+    root = os.environ.get("FLASHTRI_CACHE") or os.path.join(os.path.expanduser("~"), ".cache", "flashtri")
+    return Path(root) / f"{target.name}.json"
+
+
+@lru_cache(maxsize=None)
+def _tuned(path: Path) -> dict[str, list[dict[str, Any]]]:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def rules(kernel: str, target: Target) -> Iterator[dict[str, Any]]:
+    """All rules for a kernel in the order they are tried: tuned, this arch, the arch's family, the default."""
+    if not target.interpreted:
+        yield from _tuned(cache_path(target)).get(kernel, [])
+        yield from _shipped(target.name).get(kernel, [])
+    yield from _shipped("interpreter" if target.interpreted else "default").get(kernel, [])
+
+
+def choose(kernel: str, problem: Problem, target: Target) -> Config:
+    """The config of a launch: first matching rule that fits.
+
+    Raises:
+        NotImplementedError: no config fits the device's shared memory; names the need and the limit.
+    """
+    smallest = 1 << 60
+    for rule in rules(kernel, target):
+        if not _matches(rule, problem):
+            continue
+        config = Config(**rule["config"])
+        need = shared_bytes(kernel, config, problem)
+        if need <= target.shared_memory:
+            return config
+        smallest = min(smallest, need)
+    raise NotImplementedError(
+        f"head dimensions {problem.head_dim} and {problem.head_dim_v}: the {kernel} kernel needs {smallest} bytes of shared "
+        f"memory with its smallest tiles, {target.name} has {target.shared_memory}"
+    )
+
+
+def head_group(problem: Problem) -> int:
+    """How many (batch, head) pairs share the machine at a time, longest tiles first; 1 where all tiles are equal."""
+    if problem.mask_kind != "causal":
+        return 1
+    per_head = 2 * problem.seqlen_k * (problem.head_dim + problem.head_dim_v)
+    return max(1, min(problem.batch * problem.heads_q, L2_BYTES // max(per_head, 1)))
+
+
+def candidates(kernel: str, problem: Problem, target: Target) -> list[Config]:
+    """Every config worth timing: powers of two that fit, never an empty list when ``choose`` succeeds."""
+    found = [
+        Config(m, n, warps, stages)
+        for m in (64, 128)
+        for n in (32, 64, 128)
+        for warps in (4, 8)
+        for stages in (2, 3, 4)
+        if not (warps == 8 and m * n < 64 * 64)
+    ]
+    fitting = [c for c in found if shared_bytes(kernel, c, problem) <= target.shared_memory]
+    shipped = choose(kernel, problem, target)
+    return [shipped, *(c for c in fitting if c != shipped)]
+
+
+def tune(
+    kernel: str, problem: Problem, target: Target, measure: Callable[[Config], float | None]
+) -> tuple[Config, dict[Config, float]]:
+    """Time every candidate with ``measure`` (milliseconds, or None if it fails or is wrong) and record the best.
+
+    The table is written with an atomic rename, so that several processes may tune at once.
+    """
+    times = {c: t for c in candidates(kernel, problem, target) if (t := measure(c)) is not None}
+    if not times:
+        raise RuntimeError(f"no {kernel} config ran correctly for {problem}")
+    best = min(times, key=lambda c: times[c])
+    rule = {
+        "when": {
+            "max_head_dim": max(block_of(problem.head_dim), block_of(problem.head_dim_v)),
+            "mask": problem.mask_kind,
+            "max_seqlen": max(problem.seqlen_q, problem.seqlen_k),
+            "features": [f for f in problem.features if f not in ("causal", "window", "gqa")],
+        },
+        "config": asdict(best),
+    }
+    path = cache_path(target)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _tuned.cache_clear()
+    table = dict(_tuned(path))
+    kept = [r for r in table.get(kernel, []) if r["when"] != rule["when"]]
+    narrow = lambda r: (-len(r["when"]["features"]), r["when"]["max_head_dim"], r["when"]["max_seqlen"])  # noqa: E731
+    table[kernel] = sorted([*kept, rule], key=narrow)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as handle:
+        json.dump(table, handle, indent=1, sort_keys=True)
+    os.replace(handle.name, path)
+    _tuned.cache_clear()
+    return best, times

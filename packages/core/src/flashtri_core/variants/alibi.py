@@ -1,0 +1,45 @@
+"""ALiBi: a penalty that grows linearly with distance, ``-slope * |i + Nk - Nq - j|`` (Press et al. 2021).
+
+``alibi_slopes`` is fp32 ``(Hq,)`` or ``(B, Hq)``. Distance is counted from the bottom-right diagonal, so that a decode
+step equals the last row of the full run; it works with and without ``causal``. Slopes are constants: a tensor that
+requires a gradient is refused rather than silently given none.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .._jit import jit, tl
+
+
+@jit
+def add(s, z, h, i, j, Nq, Nk, args):
+    """args = (slopes, stride of the batch, stride of the head); ``s`` in natural units."""
+    slope = tl.load(args[0] + z * args[1] + h * args[2])
+    distance = i + (Nk - Nq) - j
+    return s - slope * tl.abs(distance).to(tl.float32)
+
+
+def add_eager(s: Tensor, slopes: Tensor, i: Tensor, j: Tensor, nq: int | Tensor, nk: int | Tensor) -> Tensor:
+    """Eager twin; ``s`` (..., Hq, Nq, Nk), slopes (..., Hq)."""
+    distance = (i + (nk - nq) - j).abs()
+    return s - slopes.to(s.dtype)[..., None, None] * distance
+
+
+def check(slopes: object, batch: int, heads: int, device: object) -> None:
+    """Validate ``alibi_slopes``.
+
+    Raises:
+        TypeError: not an fp32 tensor.
+        ValueError: another shape than (Hq,) or (B, Hq), another device, or it requires a gradient.
+    """
+    if not isinstance(slopes, Tensor):
+        raise TypeError(f"alibi_slopes must be a tensor, got {type(slopes).__name__}")
+    if str(slopes.dtype) != "torch.float32":
+        raise TypeError(f"alibi_slopes must be float32, got {slopes.dtype}")
+    if tuple(slopes.shape) not in ((heads,), (batch, heads)):
+        raise ValueError(f"alibi_slopes must have shape ({heads},) or ({batch}, {heads}), got {tuple(slopes.shape)}")
+    if slopes.device != device:
+        raise ValueError(f"alibi_slopes must be on {device}, got {slopes.device}")
+    if slopes.requires_grad:
+        raise ValueError("alibi_slopes requires a gradient, which ALiBi does not give; pass alibi_slopes.detach()")

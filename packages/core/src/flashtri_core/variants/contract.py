@@ -1,0 +1,63 @@
+"""The contract between a feature and the kernels.
+
+A feature is one file. It holds the jit functions that the kernels take as compile-time parameters, the eager twin that
+the reference uses, its argument checks, and the docstring that becomes its page. The kernels call the functions of a
+:class:`Variant` and hand each one its own tuple out of :class:`VariantArgs`; what a variant does not use is a function
+that returns its input, so an unused feature costs nothing.
+
+Index tiles: ``i`` query rows [BLOCK_M, 1] and ``j`` keys [1, BLOCK_N], int32, counted inside their own sequence;
+``Nq`` and ``Nk`` are that sequence's lengths; ``z`` batch (or sequence) and ``h`` query head are scalars.
+
+=============  ==================================================================================================
+``keep``        ``(i, j, Nq, Nk, args) -> bool tile``: which keys the mask shows (the kernel itself checks j < Nk)
+``kv_range``    ``(m0, m1, Nq, Nk, args) -> lo, full_lo, full_hi, hi``: keys that rows [m0, m1) can see. Tiles outside
+                [lo, hi) are skipped, tiles inside [full_lo, full_hi) run without ``keep``
+``q_range``     the same four bounds in query rows, for keys [n0, n1)
+``score``       ``(qk, args) -> s`` in multiples of a positive unit, which the host folds into ``unit_log2``
+``score_grad``  ``(ds, s, args) -> dqk`` up to the factor softmax_scale, ``s`` being what ``score`` returned
+``alibi``       ``(s, z, h, i, j, Nq, Nk, args) -> s`` plus an additive term without gradient of its own
+``bias``        the same, for the user's additive bias (its gradient has its own kernel)
+``drop``        ``(p, z, h, i, j, args) -> p``: dropped entries 0, kept ones divided by the keep probability
+=============  ==================================================================================================
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from .._jit import jit
+
+
+class Variant(NamedTuple):
+    """The jit functions of one call; see the module docstring."""
+
+    keep: Any
+    kv_range: Any
+    q_range: Any
+    score: Any
+    score_grad: Any
+    alibi: Any
+    bias: Any
+    drop: Any
+
+
+class VariantArgs(NamedTuple):
+    """What each function of a :class:`Variant` is handed: tensors, numbers, or an empty tuple."""
+
+    mask: tuple[Any, ...]
+    score: tuple[Any, ...]
+    alibi: tuple[Any, ...]
+    bias: tuple[Any, ...]
+    drop: tuple[Any, ...]
+
+
+@jit
+def no_term(s, z, h, i, j, Nq, Nk, args):
+    """Additive axes when unused: the score itself."""
+    return s
+
+
+@jit
+def no_drop(p, z, h, i, j, args):
+    """Probability axis when unused: the probabilities themselves."""
+    return p
