@@ -1,0 +1,495 @@
+"""Attention layers: projections around `flash_attn`, and parameter plumbing only.
+
+Every layer takes batches in one of three forms:
+
+- dense: `x (B, N, E)`;
+- padded: `x (B, N, E)` and `lengths (B,)`, the real tokens of each sequence standing first;
+- packed: `x (total, E)`, `cu_seqlens (B + 1,)` and `max_seqlen`, sequences back to back without padding.
+
+A padded batch is handed to the variable-length kernel as `2 B` sequences, tokens and padding in turn, the padding with no key to
+see. So causal masks, windows and ALiBi line up with each sequence's own end, padding costs no tiles, nothing is copied,
+and the host never waits to learn a length.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from flashtri_core import flash_attn, flash_attn_varlen
+
+
+def standard_alibi_slopes(num_heads: int) -> Tensor:
+    """The geometric ALiBi slopes `2^(-8/n), 2^(-16/n), ...` of the paper (Press et al., 2021, section 3).
+
+    A head count that is no power of two takes the slopes of the next lower power, then every other slope of the next higher one.
+
+    Args:
+        num_heads: number of query heads, at least 1.
+
+    Returns:
+        `(num_heads,)` fp32, decreasing within each of the two groups.
+
+    Raises:
+        ValueError: `num_heads` is below 1.
+    """
+    if num_heads < 1:
+        raise ValueError(f"num_heads must be at least 1, got {num_heads}")
+    power = 1 << (num_heads.bit_length() - 1)
+    slopes = [2.0 ** (-8.0 * i / power) for i in range(1, power + 1)]
+    slopes += [2.0 ** (-8.0 * i / (2 * power)) for i in range(1, 2 * power + 1, 2)][: num_heads - power]
+    return torch.tensor(slopes, dtype=torch.float32)
+
+
+class _Attention(nn.Module):
+    """What self- and cross-attention share: settings, the output projection, ALiBi slopes, sinks, and the kernel calls."""
+
+    alibi_slopes: Tensor | None
+    sink: nn.Parameter | None
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None,
+        head_dim: int | None,
+        bias: bool,
+        causal: bool,
+        softmax_scale: float | None,
+        window_size: tuple[int, int],
+        softcap: float,
+        alibi: bool | Sequence[float] | Tensor,
+        sink: bool,
+        dropout_p: float,
+        deterministic: bool | None,
+        impl: str,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        for name, value in (("embed_dim", embed_dim), ("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if num_heads % num_kv_heads:
+            raise ValueError(f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}")
+        if head_dim is None:
+            if embed_dim % num_heads:
+                raise ValueError(
+                    f"embed_dim must be a multiple of num_heads, got {embed_dim} and {num_heads}; or give head_dim"
+                )
+            head_dim = embed_dim // num_heads
+        if not 1 <= head_dim <= 256:
+            raise ValueError(f"head_dim must be between 1 and 256, got {head_dim}")
+        if not 0.0 <= dropout_p < 1.0:
+            raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
+
+        self.embed_dim = embed_dim
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.causal = causal
+        self.softmax_scale = softmax_scale
+        self.window_size = tuple(window_size)
+        self.softcap = softcap
+        self.dropout_p = dropout_p
+        self.deterministic = deterministic
+        self.impl = impl
+        self.out_proj = nn.Linear(num_heads * head_dim, embed_dim, bias=bias, device=device, dtype=dtype)
+        self._alibi = self._check_alibi(alibi, num_heads)
+        slopes = None if self._alibi is None else self._alibi.to(device=device)
+        self.register_buffer("alibi_slopes", slopes)
+        self.register_parameter(
+            "sink", nn.Parameter(torch.zeros(num_heads, device=device, dtype=dtype)) if sink else None
+        )
+
+    @staticmethod
+    def _check_alibi(alibi: bool | Sequence[float] | Tensor, num_heads: int) -> Tensor | None:
+        if alibi is False:
+            return None
+        if alibi is True:
+            return standard_alibi_slopes(num_heads)
+        slopes = torch.as_tensor(alibi, dtype=torch.float32).detach().cpu().clone()
+        if slopes.shape != (num_heads,):
+            raise ValueError(f"alibi must be True, False or num_heads = {num_heads} slopes, got shape {tuple(slopes.shape)}")
+        return slopes
+
+    def reset_parameters(self) -> None:
+        """Initialise as at construction: `nn.Linear`'s rule for projections, zero sink logits, the given slopes.
+
+        Call it after `to_empty` on a layer that was built on the meta device.
+        """
+        for child in self.children():
+            if isinstance(child, nn.Linear):
+                child.reset_parameters()
+        if self.sink is not None:
+            nn.init.zeros_(self.sink)
+        if self.alibi_slopes is not None and self._alibi is not None:
+            self.alibi_slopes.copy_(self._alibi)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        # `.half()` and `.to(torch.bfloat16)` mean the weights: slopes such as 2^-0.5 would lose 16 of their 24 bits.
+        slopes = self.alibi_slopes
+        super()._apply(fn, recurse)
+        if slopes is not None and self.alibi_slopes is not None and self.alibi_slopes.dtype != torch.float32:
+            self.alibi_slopes = slopes.to(device=self.alibi_slopes.device)
+        return self
+
+    def extra_repr(self) -> str:
+        """The settings that differ from their defaults, head counts first."""
+        parts = [f"embed_dim={self.embed_dim}", f"num_heads={self.num_heads}"]
+        if self.num_kv_heads != self.num_heads:
+            parts.append(f"num_kv_heads={self.num_kv_heads}")
+        parts.append(f"head_dim={self.head_dim}")
+        defaults = {
+            "causal": False, "softmax_scale": None, "window_size": (-1, -1), "softcap": 0.0, "dropout_p": 0.0,
+            "deterministic": None, "impl": "auto",
+        }  # fmt: skip
+        parts += [f"{name}={getattr(self, name)!r}" for name, default in defaults.items() if getattr(self, name) != default]
+        parts += [f"{name}=True" for name, on in (("alibi", self.alibi_slopes), ("sink", self.sink)) if on is not None]
+        return ", ".join(parts)
+
+    def _options(self) -> dict[str, object]:
+        """The keywords that every kernel call of this layer passes. Dropout follows `train()` and `eval()` at each call."""
+        return {
+            "causal": self.causal,
+            "softmax_scale": self.softmax_scale,
+            "window_size": self.window_size,
+            "softcap": self.softcap,
+            "alibi_slopes": self.alibi_slopes,
+            "learnable_sink": self.sink,
+            "dropout_p": self.dropout_p if self.training else 0.0,
+            "deterministic": self.deterministic,
+            "impl": self.impl,
+        }
+
+    def _attend_dense(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lengths_q: Tensor | None,
+        lengths_k: Tensor | None,
+        attn_mask: Tensor | None,
+        attn_bias: Tensor | None,
+    ) -> Tensor:
+        """Attention of a dense or padded batch: q `(B, N, Hq, D)`, k and v `(B, M, Hk, D)` -> `(B, N, Hq * D)`."""
+        batch, seqlen_q, seqlen_k = q.shape[0], q.shape[1], k.shape[1]
+        if lengths_q is None and lengths_k is None:
+            out = self._attend_bhnd(q, k, v, attn_mask, attn_bias)
+        elif attn_mask is None and attn_bias is None:
+            cu_seqlens_q, _ = _tokens_and_padding(lengths_q, batch, seqlen_q, q.device)
+            cu_seqlens_k, used_k = _tokens_and_padding(lengths_k, batch, seqlen_k, q.device)
+            out = flash_attn_varlen(
+                q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k,
+                seqused_k=used_k, **self._options(),
+            ).unflatten(0, (batch, seqlen_q))  # fmt: skip
+        else:
+            # Masks and biases are indexed by dense position, so here lengths become one more mask, a row of keys per sequence.
+            if lengths_k is not None:
+                real = torch.arange(seqlen_k, device=q.device) < lengths_k[:, None]
+                real = real[:, None, None, :]
+                attn_mask = real if attn_mask is None else real & attn_mask
+            out = self._attend_bhnd(q, k, v, attn_mask, attn_bias)
+            if lengths_q is not None:
+                padding = torch.arange(seqlen_q, device=q.device) >= lengths_q[:, None]
+                out = out.masked_fill(padding[:, :, None, None], 0.0)
+        return out.flatten(2)
+
+    def _attend_bhnd(
+        self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, attn_bias: Tensor | None
+    ) -> Tensor:
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        out: Tensor = flash_attn(q, k, v, attn_mask=attn_mask, attn_bias=attn_bias, **self._options())
+        return out.transpose(1, 2)
+
+    def _attend_packed(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+    ) -> Tensor:
+        """Attention of a packed batch: q `(total_q, Hq, D)`, k and v `(total_k, Hk, D)` -> `(total_q, Hq * D)`."""
+        out: Tensor = flash_attn_varlen(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **self._options()
+        )
+        return out.flatten(1)
+
+    def _check_input(self, name: str, x: Tensor, features: int, packed: bool, packed_by: str) -> None:
+        if x.is_nested:
+            raise TypeError(f"{name} must be a plain tensor, got a nested one; pass its values and offsets as {packed_by}")
+        form = f"(total, {features}) with {packed_by}" if packed else f"(B, N, {features})"
+        if x.dim() != (2 if packed else 3) or x.shape[-1] != features:
+            hint = "" if packed or x.dim() != 2 else f"; packed input needs {packed_by}"
+            raise ValueError(f"{name} must be {form}, got shape {tuple(x.shape)}{hint}")
+
+
+def _check_lengths(name: str, lengths: Tensor, batch: int, seqlen: int) -> Tensor:
+    """Return `lengths` as int32 within `[0, seqlen]`; `(B,)` integers only."""
+    if lengths.dtype not in (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8):
+        raise TypeError(f"{name} must hold integers, got {lengths.dtype}")
+    if lengths.shape != (batch,):
+        raise ValueError(f"{name} must have shape (B,) = ({batch},), got {tuple(lengths.shape)}")
+    # Reading values on the host is free on CPU tensors only; elsewhere they are clamped, so that none can reach outside the batch.
+    if lengths.device.type == "cpu" and not torch.compiler.is_compiling():
+        if batch and not 0 <= int(lengths.min()) <= int(lengths.max()) <= seqlen:
+            raise ValueError(f"{name} must be between 0 and the sequence length {seqlen}, got {lengths.tolist()}")
+    return lengths.clamp(0, seqlen).to(torch.int32)
+
+
+def _tokens_and_padding(
+    lengths: Tensor | None, batch: int, seqlen: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Cut each row of a padded `(B, N)` batch in two sequences, its tokens and its padding.
+
+    Returns:
+        `cu_seqlens (2 B + 1,)` int32, and `seqused (2 B,)` int32: the length of each token sequence, 0 for each padding sequence.
+    """
+    starts = torch.arange(batch + 1, device=device, dtype=torch.int32) * seqlen
+    if lengths is None:
+        lengths = starts.new_full((batch,), seqlen)
+    cu_seqlens = torch.cat([torch.stack([starts[:-1], starts[:-1] + lengths], dim=1).flatten(), starts[-1:]])
+    return cu_seqlens, torch.stack([lengths, torch.zeros_like(lengths)], dim=1).flatten()
+
+
+def _refuse_with_packed(**arguments: Tensor | None) -> None:
+    given = [name for name, value in arguments.items() if value is not None]
+    if given:
+        raise NotImplementedError(
+            f"{given[0]} is not supported with packed input (cu_seqlens); pass a dense or padded batch instead"
+        )
+
+
+class FlashSelfAttention(_Attention):
+    """Multi-head self-attention on the tiled exact kernels, in `(B, N, E)` or packed `(total, E)`.
+
+    One fused projection makes queries, keys and values, and the kernels read them in place as strided views. State dict, stable:
+
+    - `qkv_proj.weight ((Hq + 2 Hk) D, E)`, `qkv_proj.bias`: query heads, then key heads, then value heads, `D` rows each. With
+      `Hk = Hq` and `Hq D = E` this is the layout of `nn.MultiheadAttention.in_proj_weight`;
+    - `out_proj.weight (E, Hq D)`, `out_proj.bias`;
+    - `sink (Hq,)` with `sink=True`; `alibi_slopes (Hq,)` fp32 with `alibi`.
+
+    Args:
+        embed_dim: features `E` of input and output.
+        num_heads: query heads `Hq`.
+        num_kv_heads: key and value heads `Hk`, a divisor of `num_heads` (grouped-query attention). Default `num_heads`.
+        head_dim: features `D` per head, at most 256. Default `embed_dim / num_heads`.
+        bias: whether both projections have a bias.
+        causal: whether a token sees only itself and earlier tokens.
+        softmax_scale: factor on the scores. Default `D ** -0.5`.
+        window_size: how many keys (left, right) of its own position a token sees, inclusive; -1 is unbounded.
+        softcap: scores become `softcap * tanh(score / softcap)`; 0 is off.
+        alibi: True for the standard geometric slopes, or `num_heads` slopes, a constant of the layer; False is off.
+        sink: whether each head learns one extra logit that joins the softmax and attends to nothing. Starts at 0.
+        dropout_p: probability with which an attention weight is dropped, in training mode only.
+        deterministic: as in `flash_attn`; None follows `torch.are_deterministic_algorithms_enabled()`.
+        impl: as in `flash_attn`.
+        device: where parameters are created.
+        dtype: what they are created in.
+
+    Raises:
+        ValueError: a size below 1; `num_heads` no multiple of `num_kv_heads`; `embed_dim` no multiple of `num_heads` while `head_dim` is
+            not given; `head_dim` above 256; `dropout_p` outside `[0, 1)`; a number of slopes that is not `num_heads`.
+
+    Example:
+        >>> attn = FlashSelfAttention(embed_dim=64, num_heads=4, num_kv_heads=2, causal=True)
+        >>> attn(torch.randn(2, 10, 64)).shape
+        torch.Size([2, 10, 64])
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        bias: bool = True,
+        causal: bool = False,
+        softmax_scale: float | None = None,
+        window_size: tuple[int, int] = (-1, -1),
+        softcap: float = 0.0,
+        alibi: bool | Sequence[float] | Tensor = False,
+        sink: bool = False,
+        dropout_p: float = 0.0,
+        deterministic: bool | None = None,
+        impl: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            embed_dim, num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, bias=bias, causal=causal,
+            softmax_scale=softmax_scale, window_size=window_size, softcap=softcap, alibi=alibi, sink=sink,
+            dropout_p=dropout_p, deterministic=deterministic, impl=impl, device=device, dtype=dtype,
+        )  # fmt: skip
+        rows = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        self.qkv_proj = nn.Linear(embed_dim, rows, bias=bias, device=device, dtype=dtype)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        lengths: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        attn_mask: Tensor | None = None,
+        attn_bias: Tensor | None = None,
+    ) -> Tensor:
+        """Attend within each sequence.
+
+        Args:
+            x: `(B, N, E)`, or `(total, E)` with `cu_seqlens`.
+            lengths: `(B,)` integers, the real tokens of each sequence; what follows them is padding that nobody sees, and whose
+                own attention is 0 (the layer's output there is the bias of `out_proj`). On a GPU values are clamped to `[0, N]`
+                rather than checked, for a check would wait for the device.
+            cu_seqlens: `(B + 1,)` int32, where each packed sequence starts, and the end of the last.
+            max_seqlen: length of the longest packed sequence (or any bound above it).
+            attn_mask: boolean, broadcastable to `(B, Hq, N, N)`, True where a query may see a key (as in
+                `scaled_dot_product_attention`; `nn.MultiheadAttention` means the opposite).
+            attn_bias: float, broadcastable to `(B, Hq, N, N)`, added to the scaled scores; may require grad.
+
+        Returns:
+            As `x`.
+
+        Raises:
+            TypeError: `x` is a nested tensor; `lengths` does not hold integers.
+            ValueError: `x` or `lengths` of another shape than stated; on CPU, a length outside `[0, N]`; only one of `cu_seqlens` and
+                `max_seqlen` given. The checks of `flash_attn` apply to the rest.
+            NotImplementedError: `lengths`, `attn_mask` or `attn_bias` with packed input.
+        """
+        if (cu_seqlens is None) != (max_seqlen is None):
+            raise ValueError("cu_seqlens and max_seqlen must be given together")
+        self._check_input("x", x, self.embed_dim, cu_seqlens is not None, "cu_seqlens and max_seqlen")
+        heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
+        q, k, v = self.qkv_proj(x).unflatten(-1, (sum(heads), self.head_dim)).split(heads, dim=-2)
+        if cu_seqlens is None or max_seqlen is None:
+            if lengths is not None:
+                lengths = _check_lengths("lengths", lengths, *x.shape[:2])
+            out = self._attend_dense(q, k, v, lengths, lengths, attn_mask, attn_bias)
+        else:
+            _refuse_with_packed(lengths=lengths, attn_mask=attn_mask, attn_bias=attn_bias)
+            out = self._attend_packed(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+        return self.out_proj(out)  # type: ignore[no-any-return]
+
+
+class FlashCrossAttention(_Attention):
+    """Multi-head attention from `x` to `context` on the tiled exact kernels.
+
+    With `causal`, a window or ALiBi, the last token of `x` stands at the last token of `context` (bottom-right alignment). State dict:
+    `q_proj.*` with weight `(Hq D, E)`, `kv_proj.*` with weight `(2 Hk D, context_dim)` (keys, then values), `out_proj.*`, `sink` and
+    `alibi_slopes` as in `FlashSelfAttention`.
+
+    Args:
+        embed_dim: features of `x` and of the output.
+        num_heads: query heads.
+        context_dim: features of `context`. Default `embed_dim`.
+        num_kv_heads, head_dim, bias, causal, softmax_scale, window_size, softcap, alibi, sink, dropout_p, deterministic, impl, device,
+            dtype: as in `FlashSelfAttention`.
+
+    Raises:
+        ValueError: as in `FlashSelfAttention`; `context_dim` below 1.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        context_dim: int | None = None,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        bias: bool = True,
+        causal: bool = False,
+        softmax_scale: float | None = None,
+        window_size: tuple[int, int] = (-1, -1),
+        softcap: float = 0.0,
+        alibi: bool | Sequence[float] | Tensor = False,
+        sink: bool = False,
+        dropout_p: float = 0.0,
+        deterministic: bool | None = None,
+        impl: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            embed_dim, num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, bias=bias, causal=causal,
+            softmax_scale=softmax_scale, window_size=window_size, softcap=softcap, alibi=alibi, sink=sink,
+            dropout_p=dropout_p, deterministic=deterministic, impl=impl, device=device, dtype=dtype,
+        )  # fmt: skip
+        self.context_dim = embed_dim if context_dim is None else context_dim
+        if self.context_dim < 1:
+            raise ValueError(f"context_dim must be at least 1, got {context_dim}")
+        self.q_proj = nn.Linear(embed_dim, self.num_heads * self.head_dim, bias=bias, device=device, dtype=dtype)
+        self.kv_proj = nn.Linear(
+            self.context_dim, 2 * self.num_kv_heads * self.head_dim, bias=bias, device=device, dtype=dtype
+        )
+
+    def extra_repr(self) -> str:
+        """As `FlashSelfAttention`'s, with `context_dim` where it is not `embed_dim`."""
+        context = f", context_dim={self.context_dim}" if self.context_dim != self.embed_dim else ""
+        return super().extra_repr() + context
+
+    def forward(
+        self,
+        x: Tensor,
+        context: Tensor,
+        *,
+        lengths: Tensor | None = None,
+        context_lengths: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        context_cu_seqlens: Tensor | None = None,
+        context_max_seqlen: int | None = None,
+        attn_mask: Tensor | None = None,
+        attn_bias: Tensor | None = None,
+    ) -> Tensor:
+        """Attend from each sequence of `x` to the sequence of `context` at the same place in the batch.
+
+        Args:
+            x: `(B, N, E)`, or `(total, E)` with the four packed arguments.
+            context: `(B, M, context_dim)`, or `(total_context, context_dim)`.
+            lengths: `(B,)` integers, the real tokens of each sequence of `x`, as in `FlashSelfAttention`.
+            context_lengths: `(B,)` integers, those of `context`. A sequence with none gets attention 0.
+            cu_seqlens, max_seqlen, context_cu_seqlens, context_max_seqlen: bounds of packed sequences, all four or none.
+            attn_mask: boolean, broadcastable to `(B, Hq, N, M)`, True where a query may see a key.
+            attn_bias: float, broadcastable to `(B, Hq, N, M)`, added to the scaled scores; may require grad.
+
+        Returns:
+            As `x`.
+
+        Raises:
+            TypeError: a nested tensor; lengths that are not integers.
+            ValueError: `x`, `context` or lengths of another shape than stated; different batch sizes; on CPU, a length out of range; some but
+                not all of the packed arguments given.
+            NotImplementedError: lengths, `attn_mask` or `attn_bias` with packed input.
+        """
+        packed_arguments = (cu_seqlens, max_seqlen, context_cu_seqlens, context_max_seqlen)
+        packed = any(argument is not None for argument in packed_arguments)
+        if packed and any(argument is None for argument in packed_arguments):
+            raise ValueError("cu_seqlens, max_seqlen, context_cu_seqlens and context_max_seqlen must be given together")
+        packed_by = "cu_seqlens, max_seqlen, context_cu_seqlens and context_max_seqlen"
+        self._check_input("x", x, self.embed_dim, packed, packed_by)
+        self._check_input("context", context, self.context_dim, packed, packed_by)
+        if packed:
+            _refuse_with_packed(
+                lengths=lengths, context_lengths=context_lengths, attn_mask=attn_mask, attn_bias=attn_bias
+            )
+        elif x.shape[0] != context.shape[0]:
+            raise ValueError(f"x and context must have the same batch size, got {x.shape[0]} and {context.shape[0]}")
+        q = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
+        k, v = self.kv_proj(context).unflatten(-1, (2, self.num_kv_heads, self.head_dim)).unbind(-3)
+        if cu_seqlens is None or max_seqlen is None or context_cu_seqlens is None or context_max_seqlen is None:
+            if lengths is not None:
+                lengths = _check_lengths("lengths", lengths, *x.shape[:2])
+            if context_lengths is not None:
+                context_lengths = _check_lengths("context_lengths", context_lengths, *context.shape[:2])
+            out = self._attend_dense(q, k, v, lengths, context_lengths, attn_mask, attn_bias)
+        else:
+            out = self._attend_packed(q, k, v, cu_seqlens, context_cu_seqlens, max_seqlen, context_max_seqlen)
+        return self.out_proj(out)  # type: ignore[no-any-return]
