@@ -1,4 +1,4 @@
-"""The packages are released in lockstep, ship what they promise, and ask for nothing but torch (and Triton on Linux)."""
+"""The packages are released in lockstep, ship what they promise, and ask for torch alone (and Triton on Linux)."""
 
 import ast
 import re
@@ -101,7 +101,7 @@ def test_gluon_stays_in_the_hopper_folder():
     assert not [path for path in outside if any("gluon" in name for name in imports(path))]
 
 
-def run_python(code, **environment):
+def run_python(code):
     """Output of `code` in a new Python that does not see this process's modules."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -132,9 +132,8 @@ print("fine")
     assert run_python(NO_TRITON + code) == "fine"
 
 
-def test_import_initialises_no_cuda_and_compiles_nothing():
-    code = "import flashtri_core, torch, sys; print(torch.cuda.is_initialized(), 'flashtri_core.kernels.launch' in sys.modules)"
-    assert run_python(code) == "False False"
+def test_import_initialises_no_cuda():
+    assert run_python("import flashtri_core, torch; print(torch.cuda.is_initialized())") == "False"
 
 
 def test_the_usage_line_of_the_facade():

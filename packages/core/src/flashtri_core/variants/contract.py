@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from .._jit import jit
+from .._jit import jit, tl  # noqa: F401  (the interpreter wants tl beside every jit function)
 
 
 class Variant(NamedTuple):

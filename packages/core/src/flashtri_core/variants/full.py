@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._jit import jit
+from .._jit import jit, tl  # noqa: F401  (the interpreter wants tl beside every jit function)
 
 KV_LEFT_EDGE = False  # do tiles before the free middle need the mask, in the loop over keys
 Q_LEFT_EDGE, Q_RIGHT_EDGE = False, False  # the same for both ends of the loop over queries

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .._jit import jit
+from .._jit import jit, tl  # noqa: F401  (the interpreter wants tl beside every jit function)
 
 
 @jit

@@ -5,6 +5,7 @@ and 3.9 for these kernels; the ahead-of-time tests compile every shipped configu
 """
 
 import inspect
+from dataclasses import fields
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -88,6 +89,24 @@ def tma_reason(name: str, tensor: torch.Tensor) -> str:
     if any(stride >= 1 << 39 for stride in strides):
         return f"{name} has a stride of 2^40 bytes or more"
     return ""
+
+
+class Constants:
+    """A frozen dataclass as one compile-time kernel parameter: ``C.block_m`` inside a kernel is a ``gl.constexpr``."""
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+        for field in fields(config):
+            setattr(self, field.name, gl.constexpr(getattr(config, field.name)))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Constants) and self._config == other._config
+
+    def __hash__(self) -> int:
+        return hash(self._config)
+
+    def __repr__(self) -> str:  # part of the compiled kernel's cache key on disk
+        return repr(self._config)
 
 
 class DescriptorArg(NamedTuple):
