@@ -29,7 +29,6 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from flashtri_core.reference import eager_attention
 from torch import Tensor, nn
 
 from flashtri_core import flash_attn
@@ -133,7 +132,7 @@ class Size(NamedTuple):
     learning_rate: float
 
 
-CPU_SIZE = Size(width=64, heads=4, layers=2, block=128, batch=12, steps=400, learning_rate=3e-3)
+CPU_SIZE = Size(width=64, heads=4, layers=2, block=128, batch=12, steps=250, learning_rate=3e-3)
 GPU_SIZE = Size(width=384, heads=6, layers=6, block=1024, batch=16, steps=300, learning_rate=6e-4)
 
 
@@ -164,6 +163,15 @@ def in_words(size: float) -> str:
 
 
 # 1. Exactness
+
+
+def eager_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
+    """Attention as it is written on paper, score matrix and all, in the dtype of ``q (B, Hq, N, D)``."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    s = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5  # (B, Hq, N, N)
+    if causal:
+        s = s.masked_fill(torch.ones_like(s, dtype=torch.bool).triu(1), -math.inf)
+    return s.softmax(-1) @ v
 
 
 def out_and_gradients(
