@@ -54,16 +54,6 @@ def descriptor_layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASha
     return gl.NVMMASharedLayout.get_default_for(list(block), _GLUON_DTYPE[dtype])
 
 
-def descriptor(tensor: torch.Tensor, block: tuple[int, ...]) -> TensorDescriptor:
-    """A host-side TMA descriptor over ``tensor``'s own strides. Slow to make; used once per compiled kernel.
-
-    Axes of size 1 get a stride that TMA accepts, whatever the tensor says: it is never multiplied by anything but 0.
-    """
-    return TensorDescriptor(
-        tensor, list(tensor.shape), list(tma_strides(tensor)), list(block), descriptor_layout(block, tensor.dtype)
-    )
-
-
 def tma_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     """Strides in elements, with those of axes of size 1 replaced by 8 elements = 16 bytes (1 on the last axis)."""
     last = tensor.dim() - 1
@@ -109,21 +99,104 @@ class Constants:
         return repr(self._config)
 
 
-class DescriptorArg(NamedTuple):
-    """One descriptor parameter of a kernel: the tensor it reads and the first column of its box."""
-
-    tensor: torch.Tensor
-    column: int
+_HOST_TYPE = {8: 10, 9: 8, 10: 9}  # the float types are numbered differently on the device and in the driver's API
 
 
-@lru_cache(maxsize=4096)
-def _encode(address: int, shape: tuple[int, ...], strides: tuple[int, ...], swizzle: int, elem_size: int, elem_type: int,
-            box: tuple[int, ...]) -> tuple[Any, ...]:  # fmt: skip
-    """The launcher's view of a descriptor: the encoded CUtensorMap, then shape and strides. A pure function, so cached."""
+@lru_cache(maxsize=8192)
+def _encode(
+    address: int, shape: tuple[int, ...], strides: tuple[int, ...], swizzle: int, elem_size: int, elem_type: int,
+    box: tuple[int, ...],
+) -> tuple[Any, ...]:  # fmt: skip
+    """A descriptor as the launcher wants it: the encoded map, then shape and strides. A pure function, hence cached."""
     utils = driver.active.utils
     fill = getattr(utils, "fill_tma_descriptor_tiled", None) or utils.fill_tma_descriptor
-    return (fill(address, swizzle, elem_size, _HOST_TYPE.get(elem_type, elem_type), list(box), list(shape), list(strides), 0),
-            *shape, *strides)  # fmt: skip
+    encoded = fill(address, swizzle, elem_size, _HOST_TYPE.get(elem_type, elem_type), box, shape, strides, 0)
+    return (encoded, *shape, *strides)
 
 
-_HOST_TYPE = {8: 10, 9: 8, 10: 9}  # the float types are numbered differently on the device and in the driver's API
+class View(NamedTuple):
+    """A tensor as TMA sees it: its storage, shape and strides with axes (batch, head, row, column)."""
+
+    tensor: torch.Tensor
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+def view(x: torch.Tensor) -> View:
+    """Dense (B, H, N, D) as it is; packed (total, H, D) as one batch."""
+    if x.dim() == 3:
+        strides = tma_strides(x)
+        return View(x, (1, x.shape[1], x.shape[0], x.shape[2]), (8, strides[1], strides[0], 1))
+    return View(x, tuple(x.shape), tma_strides(x))
+
+
+class Block(NamedTuple):
+    """A descriptor argument: a view and the tile that one TMA instruction sequence moves."""
+
+    view: View
+    box: tuple[int, ...]
+
+    def for_triton(self) -> TensorDescriptor:
+        """What Triton's own launch path takes; slow to make."""
+        layout = descriptor_layout(self.box, self.view.tensor.dtype)
+        shape, strides = list(self.view.shape), list(self.view.strides)
+        return TensorDescriptor(self.view.tensor, shape, strides, list(self.box), layout)
+
+
+class Launch:
+    """A compiled Gluon kernel, launched without Triton's argument binder and with cached descriptors.
+
+    The binder and the encoding of descriptors take about 90 us per call, several times what a short kernel runs for.
+    This calls the same C launcher with the same arguments. Where its calling convention is not the expected one (another
+    Triton version), Triton's own path serves instead.
+    """
+
+    def __init__(self, compiled: Any) -> None:
+        self.compiled = compiled
+        run = compiled.run  # loads the binary
+        wrapper = inspect.getclosurevars(run.launch).nonlocals
+        needs_scratch = run.global_scratch_size or run.profile_scratch_size
+        self._raw = None if needs_scratch else wrapper.get("launcher")
+        self._meta = [
+            (m["swizzle"], m["elem_size"], m["elem_type"], tuple(m["block_size"]))
+            for m in compiled.metadata.tensordesc_meta
+        ]
+        self._base = (compiled.function, run.launch_cooperative_grid, run.launch_pdl)
+        if hasattr(run, "arg_annotations"):  # Triton with one launcher for all kernels: arguments travel in a tuple
+            self._head: tuple[Any, ...] = (compiled.packed_metadata, None, None, None, None, None)
+            self._tail: tuple[Any, ...] | None = (run.arg_annotations, run.kernel_signature)
+        else:  # Triton with one generated launcher per kernel
+            self._head = (None, None, compiled.packed_metadata, None, None, None)
+            self._tail = None
+
+    def __call__(self, grid: int, device: int, args: tuple[Any, ...]) -> None:
+        """Run ``grid`` programs on the device's current stream; ``Block`` entries of ``args`` become descriptors."""
+        if self._raw is None:
+            self._slow(grid, args)
+            return
+        flat: list[Any] = []
+        index = 0
+        for arg in args:
+            if type(arg) is Block:
+                where = arg.view
+                flat += _encode(where.tensor.data_ptr(), where.shape, where.strides, *self._meta[index])
+                index += 1
+            else:
+                flat.append(arg)
+        stream = driver.active.get_current_stream(device)
+        try:
+            if self._tail is None:
+                self._raw(grid, 1, 1, stream, *self._base, *self._head, *flat)
+            else:
+                self._raw(grid, 1, 1, stream, *self._base, *self._head, *self._tail, tuple(flat))
+        except TypeError:
+            self._raw = None
+            self._slow(grid, args)
+
+    def _slow(self, grid: int, args: tuple[Any, ...]) -> None:
+        self.compiled[(grid, 1, 1)](*for_triton(args))
+
+
+def for_triton(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments with every :class:`Block` as the descriptor object that Triton knows."""
+    return tuple(arg.for_triton() if type(arg) is Block else arg for arg in args)

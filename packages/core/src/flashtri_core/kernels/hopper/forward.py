@@ -405,7 +405,7 @@ def load_v(descs, z, h, row0, block, count, tiles, bars, C: gl.constexpr):
 
 @gluon.jit
 def consumer(
-    o_descs, O, stride_o, LSE, stride_lse, SINK, unit_log2, sizes, variant, args, tiles, bars, WG: gl.constexpr,
+    o_descs, O, stride_o, LSE, ROW_MAX, stride_lse, SINK, unit_log2, sizes, variant, args, tiles, bars, WG: gl.constexpr,
     C: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup WG: its rows of every tile that this thread block is given."""
@@ -491,10 +491,12 @@ def consumer(
         l_row = gl.convert_layout(gl.sum(l_i, 1), ROWS)
         l_safe = gl.where(l_row == 0.0, 1.0, l_row)
         lse = (m_i * unit_log2 + gl.log2(l_safe)) * LN2
-        rows = LSE + h.to(gl.int64) * stride_lse[1] + q_row0 + row
+        at = h.to(gl.int64) * stride_lse[1] + q_row0 + row
         if not C.packed:
-            rows += z.to(gl.int64) * stride_lse[0]
-        gl.store(rows, lse, mask=row < Nq)
+            at += z.to(gl.int64) * stride_lse[0]
+        gl.store(LSE + at, lse, mask=row < Nq)
+        if ROW_MAX is not None:
+            gl.store(ROW_MAX + at, m_i * (unit_log2 * LN2), mask=row < Nq)
         acc = rescale(acc, 1.0 / l_safe, C)
         store_tile(acc, q_stage, z, h, row0, Nq, q_row0, o_descs, O, stride_o, tiles, C)
         if C.q_stages == 1:
@@ -528,10 +530,13 @@ def barriers(number: gl.constexpr, arrivals: gl.constexpr):
     return bars
 
 
-@gluon.jit(do_not_specialize=["Nq", "Nk", "blocks", "batch_heads", "head_group", "num_tiles", "heads", "group"])
+@gluon.jit(
+    do_not_specialize=["Nq", "Nk", "blocks", "batch_heads", "head_group", "num_tiles", "heads", "group"],
+    do_not_specialize_on_alignment=["O", "LSE", "ROW_MAX", "SINK", "CU_Q", "CU_K", "USED_K", "COUNTER"],
+)
 def attn_fwd_hopper(
-    q_desc, q_tail, k_desc, k_tail, v_desc, v_tail, o_desc, o_tail, O, stride_o, LSE, stride_lse, SINK, CU_Q, CU_K,
-    USED_K, COUNTER, variant, args, unit_log2, heads, group, Nq, Nk, blocks, batch_heads, head_group, num_tiles,
+    q_desc, q_tail, k_desc, k_tail, v_desc, v_tail, o_desc, o_tail, O, stride_o, LSE, ROW_MAX, stride_lse, SINK, CU_Q,
+    CU_K, USED_K, COUNTER, variant, args, unit_log2, heads, group, Nq, Nk, blocks, batch_heads, head_group, num_tiles,
     C: gl.constexpr,
 ):  # fmt: skip
     """Grid: one thread block per tile, or one per multiprocessor (``C.order``). ``C`` is a :class:`.ForwardConfig`."""
@@ -562,14 +567,14 @@ def attn_fwd_hopper(
     # the argument tuples stand here in full because assigning one to a name would turn its constants into tensors
     if C.warpgroups == 2:
         gl.warp_specialize([
-            (consumer, (o_descs, O, stride_o, LSE, stride_lse, SINK, unit_log2, sizes, variant, args, tiles, bars, 0, C)),
-            (consumer, (o_descs, O, stride_o, LSE, stride_lse, SINK, unit_log2, sizes, variant, args, tiles, bars, 1, C)),
+            (consumer, (o_descs, O, stride_o, LSE, ROW_MAX, stride_lse, SINK, unit_log2, sizes, variant, args, tiles, bars, 0, C)),
+            (consumer, (o_descs, O, stride_o, LSE, ROW_MAX, stride_lse, SINK, unit_log2, sizes, variant, args, tiles, bars, 1, C)),
             (producer, (q_descs, k_descs, v_descs, CU_Q, CU_K, USED_K, COUNTER, sizes, variant, args, tiles, bars, C)),
         ], [4, 1], [C.consumer_regs, C.producer_regs])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consumer, (o_descs, O, stride_o, LSE, stride_lse, SINK, unit_log2, sizes, variant, args, tiles, bars, 0, C)),
-            (consumer, (o_descs, O, stride_o, LSE, stride_lse, SINK, unit_log2, sizes, variant, args, tiles, bars, 1, C)),
-            (consumer, (o_descs, O, stride_o, LSE, stride_lse, SINK, unit_log2, sizes, variant, args, tiles, bars, 2, C)),
+            (consumer, (o_descs, O, stride_o, LSE, ROW_MAX, stride_lse, SINK, unit_log2, sizes, variant, args, tiles, bars, 0, C)),
+            (consumer, (o_descs, O, stride_o, LSE, ROW_MAX, stride_lse, SINK, unit_log2, sizes, variant, args, tiles, bars, 1, C)),
+            (consumer, (o_descs, O, stride_o, LSE, ROW_MAX, stride_lse, SINK, unit_log2, sizes, variant, args, tiles, bars, 2, C)),
             (producer, (q_descs, k_descs, v_descs, CU_Q, CU_K, USED_K, COUNTER, sizes, variant, args, tiles, bars, C)),
         ], [4, 4, 1], [C.consumer_regs, C.consumer_regs, C.producer_regs])  # fmt: skip

@@ -1,0 +1,251 @@
+"""Host side of the Hopper forward: which problems it takes, which tiles it uses, and a call that costs microseconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..._jit import triton_version
+from ...problem import Extras, Problem
+from ...target import target_of
+from ...variants import MASKS, assemble
+from .common import Block, Constants, Launch, for_triton, tma_reason, view
+from .forward import attn_fwd_hopper
+
+OLDEST, NEWEST = (3, 6), (3, 9)  # Triton versions whose compiled code the ahead-of-time tests check
+
+#: K and V bytes of the heads that run side by side; measured best among 2..32 MB on an H200 (50 MB of L2).
+L2_BYTES = 8 << 20
+
+#: Head dimension up to -> columns in the main tile and in the second tile (powers of two, 128-byte rows or less).
+COLUMNS = {64: (64, 0), 96: (64, 32), 128: (128, 0), 192: (128, 64), 256: (256, 0)}
+
+
+@dataclass(frozen=True)
+class ForwardConfig:
+    """Everything the compiler needs to know about one forward kernel."""
+
+    block_m: int = 128
+    block_n: int = 128
+    warpgroups: int = 2  # consumers; each owns block_m / warpgroups = 64 rows
+    kv_stages: int = 2
+    q_stages: int = 2
+    order: str = "dynamic"  # "single": a block per tile; "static": a block per multiprocessor, strided; or a counter
+    turns: bool = True  # warpgroups take turns at the tensor cores
+    named_release: bool = False  # k_empty and v_empty as named barriers instead of mbarriers
+    consumer_regs: int = 240
+    producer_regs: int = 24
+    d: int = 128
+    d_tail: int = 0
+    dv: int = 128
+    dv_tail: int = 0
+    head_dim_v: int = 128
+    packed: bool = False
+    used: bool = False  # seqused_k
+    mask_last: bool = True  # the last key block may be ragged or masked
+    right_edge: bool = False  # more than one block at the end of the key range may need the mask
+    left_edge: bool = False
+
+
+def columns(head_dim: int) -> tuple[int, int]:
+    """Main and second tile width for a head dimension; columns past it read as zeros."""
+    return next(split for limit, split in COLUMNS.items() if head_dim <= limit)
+
+
+def tiles(problem: Problem) -> ForwardConfig:
+    """Tile sizes and schedule for a problem."""
+    width = max(problem.head_dim, problem.head_dim_v)
+    if width > 192:
+        return ForwardConfig(block_n=64, q_stages=1)
+    if width > 128:
+        return ForwardConfig(block_n=64)
+    return ForwardConfig()
+
+
+def specialise(config: ForwardConfig, problem: Problem) -> ForwardConfig:
+    """``config`` with the fields that follow from the problem."""
+    d, d_tail = columns(problem.head_dim)
+    dv, dv_tail = columns(problem.head_dim_v)
+    kind = problem.mask_kind
+    even = not problem.varlen and not problem.seqused and problem.seqlen_k % config.block_n == 0
+    return replace(
+        config,
+        d=d,
+        d_tail=d_tail,
+        dv=dv,
+        dv_tail=dv_tail,
+        head_dim_v=problem.head_dim_v if problem.varlen else dv + dv_tail,
+        packed=problem.varlen,
+        used=problem.seqused,
+        mask_last=kind != "full" or not even,
+        right_edge=kind != "full",
+        left_edge=MASKS[kind].KV_LEFT_EDGE,
+    )
+
+
+def problem_reason(problem: Problem, device: torch.device) -> str:
+    """Why this kernel does not take the problem, whatever its tensors' addresses; empty when it does."""
+    version = triton_version()
+    if version is None or not OLDEST <= version <= NEWEST:
+        return f"the Hopper kernels are checked with Triton {OLDEST} to {NEWEST}, found {version}"
+    if device.type != "cuda" or target_of(device).capability != 90:
+        return "the Hopper kernels need a GPU of compute capability 9.0"
+    if problem.dtype not in (torch.float16, torch.bfloat16):
+        return f"the Hopper kernels take float16 and bfloat16, got {problem.dtype}"
+    if problem.dropout_p > 0:
+        return "dropout_p > 0 runs on the plain kernel: Philox, not the tensor cores, is the bottleneck there"
+    if problem.bias or problem.mask:
+        return "attn_bias and attn_mask run on the plain kernel: their tiles are read from memory score by score"
+    if problem.varlen or problem.seqused:
+        return "packed sequences and seqused_k run on the plain kernel"
+    if not (0 < problem.head_dim <= 256 and 0 < problem.head_dim_v <= 256):
+        return f"head dimensions {problem.head_dim} and {problem.head_dim_v} are outside 1..256"
+    if problem.head_dim % 8 or problem.head_dim_v % 8:
+        return f"head dimensions {problem.head_dim} and {problem.head_dim_v} must be multiples of 8 (16 bytes) for TMA"
+    if columns(problem.head_dim) != columns(problem.head_dim_v) and (problem.head_dim, problem.head_dim_v) != (192, 128):
+        return f"head dimensions {problem.head_dim} and {problem.head_dim_v} have no common tile; (192, 128) has"
+    if problem.seqlen_q == 0 or problem.seqlen_k == 0 or problem.batch == 0:
+        return "the problem is empty"
+    return ""
+
+
+def supports(problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None) -> tuple[bool, str]:
+    """Whether the Hopper forward takes this call, and if not, why.
+
+    TMA adds to what the problem says: 16-byte aligned addresses and strides, and a unit stride along the head dimension.
+    """
+    reason = problem_reason(problem, q.device)
+    for name, x in (("q", q), ("k", k), ("v", v), ("out", out)):
+        if not reason and x is not None:
+            reason = tma_reason(name, x)
+    return not reason, reason
+
+
+_launches: dict[tuple[Any, ...], Launch] = {}
+_counters: dict[tuple[int, int], Tensor] = {}
+
+
+def _counter(device: torch.device) -> Tensor:
+    """Two zero words for the dynamic tile order, which the kernel leaves zero; one pair per stream.
+
+    A captured graph may be replayed on any stream, beside anything: it gets its own pair and its own memset.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(2, dtype=torch.int32, device=device)
+    key = (device.index, torch._C._cuda_getCurrentRawStream(device.index))
+    found = _counters.get(key)
+    if found is None:
+        found = _counters[key] = torch.zeros(2, dtype=torch.int32, device=device)
+    return found
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a problem needs at launch, apart from its tensors."""
+
+    config: ForwardConfig
+    constants: Constants
+    grid: int
+    sizes: tuple[int, ...]  # heads, group, Nq, Nk, blocks, batch_heads, head_group, num_tiles
+
+
+_plans: dict[tuple[Problem, ForwardConfig | None, int, int], Plan] = {}
+_PLAN_LIMIT = 4096
+
+
+def plan(problem: Problem, config: ForwardConfig | None, multiprocessors: int, l2_bytes: int = L2_BYTES) -> Plan:
+    """Grid and sizes; ``config`` None means the shipped choice."""
+    key = (problem, config, multiprocessors, l2_bytes)
+    found = _plans.get(key)
+    if found is not None:
+        return found
+    full = specialise(config or tiles(problem), problem)
+    heads, group = problem.heads_q, problem.heads_q // problem.heads_k
+    if problem.varlen:
+        blocks, batch_heads = problem.total_q // full.block_m + problem.batch, problem.batch
+        num_tiles = blocks * heads
+    else:
+        blocks, batch_heads = -(-problem.seqlen_q // full.block_m), problem.batch * heads
+        num_tiles = blocks * batch_heads
+    per_head = 2 * problem.seqlen_k * (problem.head_dim + problem.head_dim_v) // group
+    together = 1 if problem.mask_kind == "full" else max(1, min(batch_heads, l2_bytes // max(per_head, 1)))
+    sizes = (heads, group, problem.seqlen_q, problem.seqlen_k, blocks, batch_heads, together, num_tiles)
+    grid = num_tiles if full.order == "single" else min(num_tiles, multiprocessors)
+    if len(_plans) >= _PLAN_LIMIT:
+        _plans.clear()
+    found = _plans[key] = Plan(full, Constants(full), grid, sizes)
+    return found
+
+
+def forward(
+    problem: Problem,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    extras: Extras,
+    out: Tensor,
+    lse: Tensor,
+    row_max: Tensor | None = None,
+    config: ForwardConfig | None = None,
+    l2_bytes: int = L2_BYTES,
+) -> None:
+    """Fill ``out``, ``lse`` and, if given, ``row_max``; the call must pass :func:`supports`.
+
+    Shapes as in :func:`flashtri_core.flash_attn`; ``config`` and ``l2_bytes`` are for tuning.
+    """
+    device = q.device
+    p = plan(problem, config, target_of(device).multiprocessors, l2_bytes)
+    counter = _counter(device) if p.config.order == "dynamic" else None
+    arguments, key = pack(p, problem, q, k, v, extras, out, lse, row_max, counter)
+    launch = _launches.get((device.index, key))
+    if launch is None:
+        with torch.cuda.device(device):
+            compiled = attn_fwd_hopper[(p.grid,)](*for_triton(arguments), num_warps=4)
+            _launches[device.index, key] = Launch(compiled)
+    elif device.index == torch.cuda.current_device():
+        launch(p.grid, device.index, arguments)
+    else:
+        with torch.cuda.device(device):
+            launch(p.grid, device.index, arguments)
+
+
+def pack(
+    p: Plan,
+    problem: Problem,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    extras: Extras,
+    out: Tensor,
+    lse: Tensor,
+    row_max: Tensor | None,
+    counter: Tensor | None,
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The kernel's arguments in order, and a key of everything that its compiled code depends on."""
+    c = p.config
+    rows = c.block_m // c.warpgroups
+    variant, args, unit_log2 = assemble(problem, extras)
+    qv, kv, vv, ov = view(q), view(k), view(v), view(out)
+    stored = (out, ov.strides[:3]) if c.packed else (None, ())
+    lse_strides = (lse.stride(0), lse.stride(1)) if lse.dim() == 3 else (0, lse.stride(0))
+    arguments = (
+        Block(qv, (1, 1, rows, c.d)), Block(qv, (1, 1, rows, c.d_tail)) if c.d_tail else None,
+        Block(kv, (1, 1, c.block_n, c.d)), Block(kv, (1, 1, c.block_n, c.d_tail)) if c.d_tail else None,
+        Block(vv, (1, 1, c.block_n, c.dv)), Block(vv, (1, 1, c.block_n, c.dv_tail)) if c.dv_tail else None,
+        Block(ov, (1, 1, rows, c.dv)), Block(ov, (1, 1, rows, c.dv_tail)) if c.dv_tail else None,
+        *stored, lse, row_max, lse_strides, extras.learnable_sink, extras.cu_seqlens_q, extras.cu_seqlens_k,
+        extras.seqused_k, counter, variant, args, unit_log2, *p.sizes, p.constants,
+    )  # fmt: skip
+    sink_dtype = None if extras.learnable_sink is None else extras.learnable_sink.dtype
+    key = (c, problem.dtype, variant, tuple(map(_specialised, args)), stored[1], lse_strides, row_max is None, sink_dtype)
+    return arguments, key
+
+
+def _specialised(hook_args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What Triton specialises a hook's arguments on: integers by value, pointers by type and alignment, floats not."""
+    return tuple(
+        (x.dtype, x.data_ptr() & 15 == 0) if isinstance(x, Tensor) else float if type(x) is float else x for x in hook_args
+    )
