@@ -79,7 +79,7 @@ def imports(path):
 # What each part of the core may not know: the arrows of the architecture, as their complement.
 FORBIDDEN = {
     "kernels/softmax.py": r"flashtri_core\.(?!_jit)",
-    "kernels/": r"flashtri_core\.(reference|interface|ops|problem)\b",
+    "kernels/": r"flashtri_core\.(reference|interface|ops|dispatch)\b",
     "variants/": r"flashtri_core\.(kernels|reference|interface|ops|tuning|target)\b",
     "reference.py": r"flashtri_core\.(kernels|interface|ops|tuning|target)\b|triton",
     "": r"flashtri_(modules|bench)\b|flash_attn_triton",
