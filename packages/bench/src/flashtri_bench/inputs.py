@@ -73,6 +73,11 @@ class Inputs:
         q, k, v, dout = self._made[layout]
         return q, k, v, dout
 
+    def keep_only(self, layout: str) -> None:
+        """Drop every copy but one layout, so that peak memory is that of a caller who has just these tensors."""
+        self._made = {layout: self.laid_out(layout)}
+        self.q, self.k, self.v, self.dout = (self.canonical(t.detach(), layout) for t in self._made[layout])
+
     def canonical(self, tensor: Tensor, layout: str) -> Tensor:
         """A view of an output or gradient in the shape of this object's own q, k, v."""
         if self.case.packed:

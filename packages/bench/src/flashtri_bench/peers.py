@@ -550,5 +550,7 @@ def chosen(names: tuple[str, ...], suite: str, device: str) -> list[str]:
     unknown = [n for n in names if n not in PEERS]
     if unknown:
         raise ValueError(f"peers: got {', '.join(unknown)}, supported are {', '.join(PEERS)}")
-    wanted = names or (CPU_PEERS if device == "cpu" else DEFAULT_PEERS[suite])
+    # On a CPU a new process per peer would be most of a smoke run.
+    defaults = CPU_PEERS[: 1 if suite == "first_call" else None] if device == "cpu" else DEFAULT_PEERS[suite]
+    wanted = names or defaults
     return [n for n in PEERS if n in wanted]

@@ -40,6 +40,8 @@ def commit() -> tuple[str, bool]:
     named = os.environ.get("FLASHTRI_COMMIT")
     if named:
         return named, os.environ.get("FLASHTRI_DIRTY", "0") == "1"
+    if _output("git", "ls-files", "--error-unmatch", __file__, cwd=PACKAGES) is None:
+        return "unknown", True  # an installed copy, or another project's checkout around it
     head = _output("git", "rev-parse", "HEAD", cwd=PACKAGES)
     status = _output("git", "status", "--porcelain", "--", ":(glob)*/src/**", cwd=PACKAGES)
     if head is None or status is None:

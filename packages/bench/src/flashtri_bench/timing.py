@@ -103,10 +103,12 @@ class CudaClock:
 
     def __init__(self, timeout_s: float = 60.0) -> None:
         self.timeout_s = timeout_s
-        self._buffer = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
+        self._buffer: torch.Tensor | None = None
 
     def flush(self) -> None:
         """Write a buffer larger than L2."""
+        if self._buffer is None:  # not before it is needed: peak memory is measured by processes that never flush
+            self._buffer = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
         self._buffer.zero_()
 
     def start(self, timed: Timed, cover_s: float) -> tuple[torch.cuda.Event, torch.cuda.Event]:

@@ -1,0 +1,189 @@
+"""`flashtri-bench run | report | compare | validate | merge`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from . import compare, report, results
+from .cases import SUITES, select
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(part for part in text.split(",") if part)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="flashtri-bench", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    run = commands.add_parser("run", help="measure; without a GPU, prove that the suites run and write nothing")
+    run.add_argument("--suite", type=_names, default=("all",), help=f"all, or some of {', '.join(SUITES)}")
+    run.add_argument("--cases", type=_names, default=(), help="only cases whose id contains one of these")
+    run.add_argument("--peers", type=_names, default=(), help="only these implementations")
+    run.add_argument("--ops", type=_names, default=(), help="only these passes: fwd, bwd, fwd_bwd, step")
+    run.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="default bf16 on a GPU, fp32 on a CPU")
+    run.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is one")
+    run.add_argument("--smoke", action="store_true", help="tiny sizes; always so on a CPU")
+    run.add_argument("--time-budget", type=float, metavar="SECONDS", help="start no further case after this long")
+    run.add_argument("--step-timeout", type=float, default=240.0, metavar="SECONDS", help="silence that counts as a hang")
+    run.add_argument("--window", type=float, default=60.0, metavar="MS", help="device time per peer, pass and case")
+    run.add_argument("--out", type=Path, help="merge into this file; default on a GPU: the checkout's results.json")
+
+    shown = commands.add_parser("report", help="tables and plots of a results file")
+    shown.add_argument("file", type=Path, nargs="?", help="default: the checkout's results.json")
+    shown.add_argument("--markdown", type=Path, help="write the full report there")
+    shown.add_argument("--plots", type=Path, metavar="FOLDER", help="write SVG plots there")
+    shown.add_argument("--readme", type=Path, help="the file whose marked block the figures fill")
+    shown.add_argument("--check", action="store_true", help="with --readme: fail if the block is out of date")
+
+    compared = commands.add_parser("compare", help="what changed between two files; exit 1 on a regression")
+    compared.add_argument("old", type=Path)
+    compared.add_argument("new", type=Path)
+    compared.add_argument("--threshold", type=float, default=0.03, help="smallest change that counts (0.03 = 3 %%)")
+
+    validated = commands.add_parser("validate", help="may this file be committed?")
+    validated.add_argument("file", type=Path, nargs="?")
+
+    merged = commands.add_parser("merge", help="rows of a file from another machine into the committed one")
+    merged.add_argument("source", type=Path)
+    merged.add_argument("--into", type=Path)
+    return parser
+
+
+def _device(wanted: str | None) -> str:
+    import torch
+
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device: got cuda, but torch finds no GPU here")
+    return wanted or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _run(args: argparse.Namespace) -> int:
+    from .progress import make_progress
+    from .provenance import commit
+    from .runner import Plan, Run, committed_path
+
+    device = _device(args.device)
+    smoke = args.smoke or device == "cpu"
+    dtype = args.dtype or ("bf16" if device == "cuda" else "fp32")
+    out: Path | None = args.out if smoke else args.out or committed_path()
+    if smoke and out is not None and out.resolve() == committed_path().resolve():
+        raise ValueError(f"out: a smoke run leaves {out} alone")
+    if not smoke and out is not None and out.resolve() == committed_path().resolve() and commit()[1]:
+        raise ValueError(f"out: {out} takes figures of committed code only; commit first, or give --out another file")
+    plan = Plan(
+        select(args.suite, args.cases),
+        args.peers,
+        args.ops,
+        dtype,
+        device,
+        smoke,
+        args.time_budget,
+        args.window,
+        args.step_timeout,
+    )
+    before = results.load(out) if out is not None and out.exists() else results.empty()
+
+    def save(document: results.Document) -> None:
+        if out is not None:
+            results.save(results.merge(before, document), out)
+
+    began = time.monotonic()
+    with make_progress() as progress:
+        if smoke:
+            why = "no GPU here" if device == "cpu" else "asked for"
+            progress.note(f"Smoke run ({why}): tiny sizes, to prove that the suites run. These figures are not results.")
+        run = Run(plan, progress, save)
+        document = run.carry_out()
+    print(report.terminal(document))
+    rows, skips = len(document["rows"]), len(document["skipped"])
+    print(f"{rows} rows, {skips} skipped, {time.monotonic() - began:.0f} s", end="")
+    print(f", {len(run.left_over)} cases not started within the time budget" if run.left_over else "")
+    if out is None:
+        print("Nothing was written: figures of a smoke run are no results.")
+        return 0 if rows else 1
+    print(f"written to {out}")
+    red = [s for s in document["skipped"] if s["impl"].startswith("flashtri") and "wrong" in s["reason"]]
+    for skip in red:
+        print(f"RED {skip['case']} {skip['op']} {skip['impl']}: {skip['reason']}", file=sys.stderr)
+    return 1 if red else 0
+
+
+def _default(path: Path | None) -> Path:
+    from .runner import committed_path
+
+    return path or committed_path()
+
+
+def _report(args: argparse.Namespace) -> int:
+    document = results.load(_default(args.file))
+    if args.readme is not None:
+        text = args.readme.read_text(encoding="utf-8")
+        filled = report.fill(text, document)
+        if args.check:
+            if filled != text:
+                print(f"{args.readme}: figures are out of date; run flashtri-bench report --readme {args.readme}")
+                return 1
+            return 0
+        args.readme.write_text(filled, encoding="utf-8")
+    if args.markdown is not None:
+        args.markdown.write_text(report.markdown(document), encoding="utf-8")
+    if args.plots is not None:
+        for path in report.write_plots(document, args.plots):
+            print(path)
+    if args.readme is None and args.markdown is None and args.plots is None:
+        print(report.terminal(document))
+    return 0
+
+
+def _compare(args: argparse.Namespace) -> int:
+    outcome = compare.compare(results.load(args.old), results.load(args.new), args.threshold)
+    print(compare.describe(outcome))
+    return 1 if outcome.regressions else 0
+
+
+def _validate(args: argparse.Namespace) -> int:
+    path = _default(args.file)
+    found = list(results.problems(json.loads(path.read_text(encoding="utf-8"))))
+    for sentence in found:
+        print(f"{path}: {sentence}")
+    if not found:
+        print(f"{path}: valid")
+    return 1 if found else 0
+
+
+def _merge(args: argparse.Namespace) -> int:
+    target = _default(args.into)
+    new = results.load(args.source)
+    found = list(results.problems(results.normalised(new)))
+    if found:
+        for sentence in found:
+            print(f"{args.source}: {sentence}")
+        return 1
+    old = results.load(target) if target.exists() else results.empty()
+    results.save(results.merge(old, new), target)
+    print(f"{len(new['rows'])} rows merged into {target}")
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Args:
+        argv: Arguments; those of the process by default.
+
+    Returns:
+        Exit status: 0 for good, 1 for a finding, 2 for a wrong argument.
+    """
+    args = _parser().parse_args(argv)
+    commands = {"run": _run, "report": _report, "compare": _compare, "validate": _validate, "merge": _merge}
+    try:
+        return commands[args.command](args)
+    except (ValueError, OSError) as error:
+        print(f"flashtri-bench: {error}", file=sys.stderr)
+        return 2

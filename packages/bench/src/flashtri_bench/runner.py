@@ -1,0 +1,360 @@
+"""Runs the plan: watches the worker processes, keeps what they report, blames the peer that stops one.
+
+A peer that hangs, faults or dies costs its own rows of one case: the worker is replaced and the case is measured
+again without that peer. Results are written after every case, so a run that is cut short keeps what it has.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from . import results
+from .cases import BY_ID, Case
+from .measure import Unit
+from .peers import PEERS, chosen
+
+Event = dict[str, Any]
+
+# Without an event for this long a worker is stuck. The longest step that is not stuck compiles for minutes.
+STEP_TIMEOUT_S = 240.0
+WARM_TIMEOUT_S = 180.0
+
+
+class Progress(Protocol):
+    """Where a run says what it does."""
+
+    def stage(self, name: str, total: int) -> None:
+        """A part of the run begins."""
+
+    def doing(self, text: str) -> None:
+        """What happens now."""
+
+    def advance(self) -> None:
+        """One item of the part is done."""
+
+    def note(self, text: str) -> None:
+        """A line worth keeping on the screen."""
+
+
+class Worker:
+    """A worker process whose events go to a queue as `(worker, event)`; None as event means that it has ended.
+
+    Args:
+        inbox: The queue.
+        threads: Processor threads per worker, None for torch's choice.
+        compile_threads: Compiler processes that the worker may start.
+    """
+
+    def __init__(self, inbox: queue.Queue[tuple[Worker, Event | None]], threads: int | None, compile_threads: int) -> None:
+        env = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": str(compile_threads), "PYTHONUNBUFFERED": "1"}
+        if threads is not None:
+            env["FLASHTRI_BENCH_THREADS"] = str(threads)
+        self.inbox = inbox
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "flashtri_bench.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=None if os.environ.get("FLASHTRI_BENCH_VERBOSE") else subprocess.DEVNULL,
+            text=True,
+            env=env,
+        )
+        self.peer: str | None = None
+        self.what = "starting"
+        self.heard = time.monotonic()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.inbox.put((self, json.loads(line)))
+        self.inbox.put((self, None))
+
+    def send(self, command: dict[str, Any]) -> None:
+        """Give it a command; its answer ends with a "done" event."""
+        assert self.process.stdin is not None
+        self.peer, self.what, self.heard = None, "starting", time.monotonic()
+        try:
+            self.process.stdin.write(json.dumps(command) + "\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            self.what = "dying"  # the reader's end-of-file event follows
+
+    def hear(self, event: Event) -> None:
+        """Remember what it is doing."""
+        self.heard = time.monotonic()
+        if event["event"] == "step":
+            self.peer, self.what = event["peer"], event["what"]
+
+    def stop(self) -> None:
+        """End the process."""
+        self.process.kill()
+        self.process.wait()
+
+
+@dataclass
+class Stopped(Exception):  # noqa: N818 - it is an outcome, raised where the loop can't go on
+    """A worker will say nothing more.
+
+    Attributes:
+        peer: Whom to blame, None if the worker was not busy with a peer.
+        reason: For the report.
+    """
+
+    peer: str | None
+    reason: str
+
+
+@dataclass
+class Plan:
+    """What one run measures.
+
+    Attributes:
+        cases: In order.
+        peers: Chosen peers; empty for each suite's default.
+        ops: Chosen passes; empty for each case's own.
+        dtype: Element type.
+        device: "cuda" or "cpu".
+        smoke: Cut sizes down.
+        budget_s: Stop starting cases after this many seconds; None for no limit.
+        window_ms: Device time per peer, pass and case.
+        step_timeout_s: Silence after which a worker counts as stuck.
+    """
+
+    cases: list[Case]
+    peers: tuple[str, ...] = ()
+    ops: tuple[str, ...] = ()
+    dtype: str = "bf16"
+    device: str = "cuda"
+    smoke: bool = False
+    budget_s: float | None = None
+    window_ms: float = 60.0
+    step_timeout_s: float = STEP_TIMEOUT_S
+
+    def units(self) -> list[Unit]:
+        """One unit for each case that has a pass left."""
+        made = []
+        for case in self.cases:
+            ops = tuple(op for op in case.ops if not self.ops or op in self.ops)
+            if ops:
+                peers = tuple(chosen(self.peers, case.suite, self.device))
+                unit = Unit(case.id, peers, ops, self.dtype, self.device, self.smoke, window_ms=self.window_ms)
+                if self.smoke:
+                    unit = dataclasses.replace(unit, window_ms=1.0, least=3, most=5)
+                made.append(unit)
+        return made
+
+
+@dataclass
+class Run:
+    """A plan being carried out.
+
+    Attributes:
+        plan: The plan.
+        progress: Where to say what happens.
+        save: Receives the document after every case.
+        spawn: Makes workers; tests give another one.
+    """
+
+    plan: Plan
+    progress: Progress
+    save: Callable[[results.Document], None] = lambda document: None
+    spawn: Callable[[queue.Queue[tuple[Worker, Event | None]], int | None, int], Worker] = Worker
+    document: results.Document = field(default_factory=results.empty)
+    record: dict[str, Any] = field(default_factory=dict)
+    left_over: list[str] = field(default_factory=list)
+    _worker: Worker | None = None
+    _began: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        self.inbox: queue.Queue[tuple[Worker, Event | None]] = queue.Queue()
+
+    # -- talking to the worker -----------------------------------------------------------------------------------
+
+    def _listen(self, workers: Sequence[Worker], timeout_s: float) -> Iterator[tuple[Worker, Event]]:
+        """Events of some workers until the caller stops asking.
+
+        Raises:
+            Stopped: A worker died, or was silent for too long (it is killed then).
+        """
+        while True:
+            try:
+                worker, event = self.inbox.get(timeout=0.2)
+            except queue.Empty:
+                for worker in workers:
+                    if time.monotonic() - worker.heard > timeout_s:
+                        worker.stop()
+                        raise Stopped(worker.peer, f"hung: nothing for {timeout_s:g} s in {worker.what}") from None
+                continue
+            if worker not in workers:
+                continue  # the last words of one that was stopped
+            if event is None:
+                code = worker.process.wait()
+                raise Stopped(worker.peer, f"the process died (exit code {code}) in {worker.what}")
+            if event["event"] == "fault":
+                reason, peer = event["reason"], event["peer"] or worker.peer
+                worker.stop()
+                raise Stopped(peer, reason)
+            worker.hear(event)
+            yield worker, event
+
+    def _ask(self, command: dict[str, Any], timeout_s: float | None = None) -> list[Event]:
+        """Send a command to the measuring worker and collect its answer.
+
+        Raises:
+            Stopped: There will be none.
+        """
+        if self._worker is None:
+            self._worker = self.spawn(self.inbox, None, min(8, os.cpu_count() or 1))
+        worker, answer = self._worker, []
+        worker.send(command)
+        try:
+            for _, event in self._listen([worker], timeout_s or self.plan.step_timeout_s):
+                if event["event"] == "done":
+                    return answer
+                if event["event"] == "step":
+                    self.progress.doing(" ".join(filter(None, (event["case"], event["peer"], event["what"]))))
+                answer.append(event)
+        except Stopped:
+            self._worker = None
+            raise
+        raise AssertionError("the listener ends by an exception only")
+
+    def _out_of_time(self) -> bool:
+        budget = self.plan.budget_s
+        return budget is not None and time.monotonic() - self._began > budget
+
+    # -- the parts of a run --------------------------------------------------------------------------------------
+
+    def carry_out(self) -> results.Document:
+        """Measure everything.
+
+        Returns:
+            The document with this run's rows; also given to `save` after every case.
+
+        Raises:
+            Stopped: Not even the machine's description could be had.
+        """
+        from .provenance import run_record
+
+        plan, units = self.plan, self.plan.units()
+        try:
+            (described,) = self._ask({"do": "environment", "device": plan.device})
+            self.record = run_record(plan.device, plan.smoke, described["environment"])
+            (found,) = self._ask({"do": "ceilings", "device": plan.device, "dtypes": [plan.dtype]})
+            self.record["ceilings"] = found["ceilings"]
+            self._warm(units)
+            self.progress.stage("measuring", len(units))
+            for unit in units:
+                if self._out_of_time():
+                    self.left_over.append(unit.case)
+                else:
+                    self._measure(unit)
+                self.progress.advance()
+        finally:
+            if self._worker is not None:
+                self._worker.stop()
+                self._worker = None
+        return self.document
+
+    def _warm(self, units: Sequence[Unit]) -> None:
+        """Fill the compilers' caches with several processes before anything is timed.
+
+        A peer compiled for each shape takes ten seconds and more, on one core: eight processes do in a minute what would
+        otherwise be most of the run. Meanwhile the measuring worker runs every other peer once for each kind of problem,
+        since some keep what they compile in the process. Failures are ignored; the measurement meets them again.
+        """
+        if self.plan.device != "cuda":
+            return
+        units = [u for u in units if BY_ID[u.case].kind in ("time", "error", "training")]
+        shared = [dataclasses.replace(u, peers=tuple(p for p in u.peers if PEERS[p].compiles)) for u in units]
+        shared = [u for u in shared if u.peers]
+        kinds = {_kind(BY_ID[u.case]): u for u in reversed(units)}
+        own = [dataclasses.replace(u, peers=tuple(p for p in u.peers if not PEERS[p].compiles)) for u in kinds.values()]
+        self.progress.stage("compiling", len(shared) + len(own))
+        queues: dict[Worker, list[Unit]] = {}
+        if self._worker is not None:
+            queues[self._worker] = own
+        for _ in range(min(8, (os.cpu_count() or 2) // 2, len(shared))):
+            queues[self.spawn(self.inbox, 1, 1)] = shared
+        busy: list[Worker] = []
+
+        def feed(worker: Worker) -> None:
+            work = queues[worker]
+            if work and not self._out_of_time():
+                worker.send({"do": "warm", "unit": dataclasses.asdict(work.pop(0))})
+                busy.append(worker)
+
+        for worker in queues:
+            feed(worker)
+        while busy:
+            try:
+                for worker, event in self._listen(busy, WARM_TIMEOUT_S):
+                    if event["event"] == "done":
+                        self.progress.advance()
+                        busy.remove(worker)
+                        feed(worker)
+                        break
+            except Stopped:
+                busy = [w for w in busy if w.process.poll() is None]
+        for worker in queues:
+            if worker is not self._worker:
+                worker.stop()
+        if self._worker is not None and self._worker.process.poll() is not None:
+            self._worker = None
+
+    def _measure(self, unit: Unit) -> None:
+        """Measure one case, again without a peer that stopped the worker."""
+        case, peers = BY_ID[unit.case], list(unit.peers)
+        rows: list[results.Row] = []
+        skips: list[results.Row] = []
+        while peers:
+            try:
+                answer = self._ask({"do": "measure", "unit": dataclasses.asdict(dataclasses.replace(unit, peers=tuple(peers)))})
+            except Stopped as stopped:
+                blamed = [stopped.peer] if stopped.peer in peers else peers
+                self.progress.note(f"{unit.case}: {', '.join(blamed)}: {stopped.reason}")
+                skips += [self._skip(unit, op, peer, stopped.reason) for peer in blamed for op in unit.ops]
+                peers = [p for p in peers if p not in blamed]
+                continue
+            rows += [self._row(unit, case, e["row"]) for e in answer if e["event"] == "row"]
+            skips += [self._skip(unit, e["op"], e["impl"], e["reason"]) for e in answer if e["event"] == "skip"]
+            break
+        self.document = results.add(self.document, rows, skips, self.record)
+        self.save(self.document)
+
+    def _identity(self, unit: Unit) -> dict[str, Any]:
+        return {"run": self.record["id"], "suite": BY_ID[unit.case].suite, "case": unit.case, "dtype": unit.dtype}
+
+    def _skip(self, unit: Unit, op: str, peer: str, reason: str) -> results.Row:
+        return self._identity(unit) | {"op": op, "impl": peer, "reason": reason}
+
+    def _row(self, unit: Unit, case: Case, row: Event) -> results.Row:
+        """A worker's measurement with everything that the parent knows about it."""
+        problem = case.smoke() if unit.smoke else case
+        full = self._identity(unit) | results.describe(problem) | row
+        if row["metric"] == "time" and row["op"] != "step":
+            full |= results.timed(problem, row["op"], unit.dtype, row["time_ms"], self.record["ceilings"])
+        return full
+
+
+def _kind(case: Case) -> tuple[object, ...]:
+    """What a kernel is compiled for; lengths and batch sizes are run-time numbers to most peers."""
+    features = tuple(sorted((k, str(v)) for k, v in results.describe(case)["features"].items()))
+    return case.kind, case.head_dim, case.head_dim_v, case.heads_q // case.heads_kv, features
+
+
+def committed_path() -> Path:
+    """The results.json of the checkout that this code runs from; `results.json` in the working folder otherwise."""
+    beside = Path(__file__).resolve().parents[2] / "results.json"
+    return beside if beside.exists() else Path("results.json")
