@@ -11,7 +11,9 @@ def test_usage_line() -> None:
     from flash_attn_triton import FlashSelfAttention, flash_attn
 
     q, k, v = torch.randn(3, 2, 4, 32, 16).unbind(0)
-    torch.testing.assert_close(flash_attn(q, k, v, causal=True), F.scaled_dot_product_attention(q, k, v, is_causal=True))
+    torch.testing.assert_close(
+        flash_attn(q, k, v, causal=True), F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    )
     attn = FlashSelfAttention(embed_dim=1024, num_heads=16, causal=True)
     assert attn(torch.randn(1, 4, 1024)).shape == (1, 4, 1024)
 

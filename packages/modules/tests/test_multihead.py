@@ -93,8 +93,16 @@ def test_is_the_same_module_but_for_forward() -> None:
 @pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize("form", ["self", "kv", "qkv", "unbatched"])
 @pytest.mark.parametrize(
-    "settings", [{}, {"bias": False}, {"add_bias_kv": True}, {"add_zero_attn": True}, {"kdim": 10, "vdim": 12}, {"add_bias_kv": True, "add_zero_attn": True}]
-)  # fmt: skip
+    "settings",
+    [
+        {},
+        {"bias": False},
+        {"add_bias_kv": True},
+        {"add_zero_attn": True},
+        {"add_bias_kv": True, "add_zero_attn": True},
+        {"kdim": 10, "vdim": 12},
+    ],
+)
 def test_equals_torch(
     settings: dict, form: str, batch_first: bool, need_weights: bool, place: tuple[str, torch.dtype, float]
 ) -> None:
@@ -124,7 +132,9 @@ for masks in MASKS.values():
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("need_weights", [False, True])
 @pytest.mark.parametrize("extra_keys", [False, True])
-@pytest.mark.parametrize(("mask", "padding"), [m for m in itertools.product([None, *MASKS], [None, *PADDING]) if any(m)])
+@pytest.mark.parametrize(
+    ("mask", "padding"), [m for m in itertools.product([None, *MASKS], [None, *PADDING]) if any(m)]
+)
 def test_masks(
     mask: str | None, padding: str | None, extra_keys: bool, need_weights: bool, place: tuple[str, torch.dtype, float]
 ) -> None:
@@ -262,7 +272,7 @@ BAD = [
     ((X[:2], X, X), {}, ValueError, "query and key must agree in N"),
     ((X, X, X), {"attn_mask": torch.zeros(L, L + 1)}, ValueError, r"attn_mask must be \(L, S\) = \(5, 5\) or"),
     ((X, X, X), {"attn_mask": torch.zeros(N, L, L)}, ValueError, r"\(12, 5, 5\), got shape \(3, 5, 5\)"),
-    ((X, X, X), {"attn_mask": torch.zeros(L, L).int()}, TypeError, "attn_mask must be boolean or floating point, got torch.int32"),
+    ((X, X, X), {"attn_mask": torch.zeros(L, L).int()}, TypeError, "attn_mask must be boolean or floating"),
     ((X, X, X), {"key_padding_mask": torch.zeros(L, N)}, ValueError, r"key_padding_mask must be \(N, S\) = \(3, 5\)"),
     ((X, X, X), {"key_padding_mask": torch.zeros(N, L).long()}, TypeError, "key_padding_mask must be boolean"),
 ]  # fmt: skip

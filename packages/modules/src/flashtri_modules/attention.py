@@ -6,12 +6,13 @@ Every layer takes batches in one of three forms:
 - padded: `x (B, N, E)` and `lengths (B,)`, the real tokens of each sequence standing first;
 - packed: `x (total, E)`, `cu_seqlens (B + 1,)` and `max_seqlen`, sequences back to back without padding.
 
-A padded batch is handed to the variable-length kernel as `2 B` sequences, tokens and padding in turn, the padding with no key to
-see. So causal masks, windows and ALiBi line up with each sequence's own end, padding costs no tiles, nothing is copied,
-and the host never waits to learn a length.
+A padded batch is handed to the variable-length kernel as `2 B` sequences, tokens and padding in turn, the padding with
+no key to see. So causal masks, windows and ALiBi line up with each sequence's own end, padding costs no tiles, nothing
+is copied, and the host never waits to learn a length.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,8 @@ from flashtri_core import flash_attn, flash_attn_varlen
 def standard_alibi_slopes(num_heads: int) -> Tensor:
     """The geometric ALiBi slopes `2^(-8/n), 2^(-16/n), ...` of the paper (Press et al., 2021, section 3).
 
-    A head count that is no power of two takes the slopes of the next lower power, then every other slope of the next higher one.
+    A head count that is no power of two takes the slopes of the next lower power, then every other slope of the next
+    higher one.
 
     Args:
         num_heads: number of query heads, at least 1.
@@ -42,7 +44,7 @@ def standard_alibi_slopes(num_heads: int) -> Tensor:
 
 
 class _Attention(nn.Module):
-    """What self- and cross-attention share: settings, the output projection, ALiBi slopes, sinks, and the kernel calls."""
+    """What self- and cross-attention share: settings, output projection, ALiBi slopes, sinks, and the kernel calls."""
 
     alibi_slopes: Tensor | None
     sink: nn.Parameter | None
@@ -112,7 +114,9 @@ class _Attention(nn.Module):
             return standard_alibi_slopes(num_heads)
         slopes = torch.as_tensor(alibi, dtype=torch.float32).detach().cpu().clone()
         if slopes.shape != (num_heads,):
-            raise ValueError(f"alibi must be True, False or num_heads = {num_heads} slopes, got shape {tuple(slopes.shape)}")
+            raise ValueError(
+                f"alibi must be True, False or num_heads = {num_heads} slopes, got shape {tuple(slopes.shape)}"
+            )
         return slopes
 
     def reset_parameters(self) -> None:
@@ -131,7 +135,7 @@ class _Attention(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         # `.half()` and `.to(torch.bfloat16)` mean the weights: slopes such as 2^-0.5 would lose 16 of their 24 bits.
         slopes = self.alibi_slopes
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if slopes is not None and self.alibi_slopes is not None and self.alibi_slopes.dtype != torch.float32:
             self.alibi_slopes = slopes.to(device=self.alibi_slopes.device)
         return self
@@ -146,12 +150,13 @@ class _Attention(nn.Module):
             "causal": False, "softmax_scale": None, "window_size": (-1, -1), "softcap": 0.0, "dropout_p": 0.0,
             "deterministic": None, "impl": "auto",
         }  # fmt: skip
-        parts += [f"{name}={getattr(self, name)!r}" for name, default in defaults.items() if getattr(self, name) != default]
+        settings = {name: getattr(self, name) for name in defaults}
+        parts += [f"{name}={value!r}" for name, value in settings.items() if value != defaults[name]]
         parts += [f"{name}=True" for name, on in (("alibi", self.alibi_slopes), ("sink", self.sink)) if on is not None]
         return ", ".join(parts)
 
-    def _options(self) -> dict[str, object]:
-        """The keywords that every kernel call of this layer passes. Dropout follows `train()` and `eval()` at each call."""
+    def _options(self) -> dict[str, Any]:
+        """The keywords of every kernel call of this layer; dropout follows `train()` and `eval()` at each call."""
         return {
             "causal": self.causal,
             "softmax_scale": self.softmax_scale,
@@ -186,7 +191,8 @@ class _Attention(nn.Module):
                 seqused_k=used_k, **self._options(),
             ).unflatten(0, (batch, seqlen_q))  # fmt: skip
         else:
-            # Masks and biases are indexed by dense position, so here lengths become one more mask, a row of keys per sequence.
+            # Masks and biases are indexed by dense position, so here lengths become one more mask, a row of keys per
+            # sequence.
             if lengths_k is not None:
                 real = torch.arange(seqlen_k, device=q.device) < lengths_k[:, None]
                 real = real[:, None, None, :]
@@ -213,42 +219,49 @@ class _Attention(nn.Module):
         cu_seqlens_k: Tensor,
         max_seqlen_q: int,
         max_seqlen_k: int,
+        attn_mask: Tensor | None,
+        attn_bias: Tensor | None,
     ) -> Tensor:
         """Attention of a packed batch: q `(total_q, Hq, D)`, k and v `(total_k, Hk, D)` -> `(total_q, Hq * D)`."""
         out: Tensor = flash_attn_varlen(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **self._options()
-        )
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+            attn_mask=attn_mask, attn_bias=attn_bias, **self._options(),
+        )  # fmt: skip
         return out.flatten(1)
 
     def _check_input(self, name: str, x: Tensor, features: int, packed: bool, packed_by: str) -> None:
         if x.is_nested:
-            raise TypeError(f"{name} must be a plain tensor, got a nested one; pass its values and offsets as {packed_by}")
+            raise TypeError(
+                f"{name} must be a plain tensor, got a nested one; pass its values and offsets as {packed_by}"
+            )
         form = f"(total, {features}) with {packed_by}" if packed else f"(B, N, {features})"
         if x.dim() != (2 if packed else 3) or x.shape[-1] != features:
             hint = "" if packed or x.dim() != 2 else f"; packed input needs {packed_by}"
             raise ValueError(f"{name} must be {form}, got shape {tuple(x.shape)}{hint}")
 
 
-def _check_lengths(name: str, lengths: Tensor, batch: int, seqlen: int) -> Tensor:
-    """Return `lengths` as int32 within `[0, seqlen]`; `(B,)` integers only."""
+def _check_lengths(name: str, lengths: Tensor, x: Tensor) -> Tensor:
+    """Return `lengths` as int32 within `[0, N]`; `(B,)` integers beside `x (B, N, features)` only."""
+    batch, seqlen, _ = x.shape
     if lengths.dtype not in (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8):
         raise TypeError(f"{name} must hold integers, got {lengths.dtype}")
     if lengths.shape != (batch,):
         raise ValueError(f"{name} must have shape (B,) = ({batch},), got {tuple(lengths.shape)}")
-    # Reading values on the host is free on CPU tensors only; elsewhere they are clamped, so that none can reach outside the batch.
-    if lengths.device.type == "cpu" and not torch.compiler.is_compiling():
-        if batch and not 0 <= int(lengths.min()) <= int(lengths.max()) <= seqlen:
-            raise ValueError(f"{name} must be between 0 and the sequence length {seqlen}, got {lengths.tolist()}")
+    if lengths.device != x.device:
+        raise ValueError(f"{name} must be on the device of its sequences, {x.device}, got {lengths.device}")
+    # The host can read values for nothing on a CPU only; elsewhere clamping keeps every one inside the batch.
+    readable = lengths.device.type == "cpu" and not torch.compiler.is_compiling()
+    if readable and batch and not 0 <= int(lengths.min()) <= int(lengths.max()) <= seqlen:
+        raise ValueError(f"{name} must be between 0 and the sequence length {seqlen}, got {lengths.tolist()}")
     return lengths.clamp(0, seqlen).to(torch.int32)
 
 
-def _tokens_and_padding(
-    lengths: Tensor | None, batch: int, seqlen: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
+def _tokens_and_padding(lengths: Tensor | None, batch: int, seqlen: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Cut each row of a padded `(B, N)` batch in two sequences, its tokens and its padding.
 
     Returns:
-        `cu_seqlens (2 B + 1,)` int32, and `seqused (2 B,)` int32: the length of each token sequence, 0 for each padding sequence.
+        `cu_seqlens (2 B + 1,)` int32, and `seqused (2 B,)` int32: the length of each token sequence, 0 for each padding
+        sequence.
     """
     starts = torch.arange(batch + 1, device=device, dtype=torch.int32) * seqlen
     if lengths is None:
@@ -257,20 +270,14 @@ def _tokens_and_padding(
     return cu_seqlens, torch.stack([lengths, torch.zeros_like(lengths)], dim=1).flatten()
 
 
-def _refuse_with_packed(**arguments: Tensor | None) -> None:
-    given = [name for name, value in arguments.items() if value is not None]
-    if given:
-        raise NotImplementedError(
-            f"{given[0]} is not supported with packed input (cu_seqlens); pass a dense or padded batch instead"
-        )
-
-
 class FlashSelfAttention(_Attention):
     """Multi-head self-attention on the tiled exact kernels, in `(B, N, E)` or packed `(total, E)`.
 
-    One fused projection makes queries, keys and values, and the kernels read them in place as strided views. State dict, stable:
+    One fused projection makes queries, keys and values, and the kernels read them in place as strided views. State
+    dict, stable:
 
-    - `qkv_proj.weight ((Hq + 2 Hk) D, E)`, `qkv_proj.bias`: query heads, then key heads, then value heads, `D` rows each. With
+    - `qkv_proj.weight ((Hq + 2 Hk) D, E)`, `qkv_proj.bias`: query heads, then key heads, then value heads, `D` rows
+      each. With
       `Hk = Hq` and `Hq D = E` this is the layout of `nn.MultiheadAttention.in_proj_weight`;
     - `out_proj.weight (E, Hq D)`, `out_proj.bias`;
     - `sink (Hq,)` with `sink=True`; `alibi_slopes (Hq,)` fp32 with `alibi`.
@@ -294,8 +301,9 @@ class FlashSelfAttention(_Attention):
         dtype: what they are created in.
 
     Raises:
-        ValueError: a size below 1; `num_heads` no multiple of `num_kv_heads`; `embed_dim` no multiple of `num_heads` while `head_dim` is
-            not given; `head_dim` above 256; `dropout_p` outside `[0, 1)`; a number of slopes that is not `num_heads`.
+        ValueError: a size below 1; `num_heads` no multiple of `num_kv_heads`; `embed_dim` no multiple of `num_heads`
+            while `head_dim` is not given; `head_dim` above 256; `dropout_p` outside `[0, 1)`; a number of slopes that
+            is not `num_heads`.
 
     Example:
         >>> attn = FlashSelfAttention(embed_dim=64, num_heads=4, num_kv_heads=2, causal=True)
@@ -345,51 +353,54 @@ class FlashSelfAttention(_Attention):
 
         Args:
             x: `(B, N, E)`, or `(total, E)` with `cu_seqlens`.
-            lengths: `(B,)` integers, the real tokens of each sequence; what follows them is padding that nobody sees, and whose
-                own attention is 0 (the layer's output there is the bias of `out_proj`). On a GPU values are clamped to `[0, N]`
-                rather than checked, for a check would wait for the device.
+            lengths: `(B,)` integers, the real tokens of each sequence; what follows them is padding that nobody sees,
+                and whose own attention is 0 (the layer's output there is the bias of `out_proj`). On a GPU values are
+                clamped to `[0, N]` rather than checked, for a check would wait for the device.
             cu_seqlens: `(B + 1,)` int32, where each packed sequence starts, and the end of the last.
             max_seqlen: length of the longest packed sequence (or any bound above it).
             attn_mask: boolean, broadcastable to `(B, Hq, N, N)`, True where a query may see a key (as in
-                `scaled_dot_product_attention`; `nn.MultiheadAttention` means the opposite).
-            attn_bias: float, broadcastable to `(B, Hq, N, N)`, added to the scaled scores; may require grad.
+                `scaled_dot_product_attention`; `nn.MultiheadAttention` means the opposite). For packed input N is
+                `max_seqlen`, and indices count inside each sequence.
+            attn_bias: float, likewise, added to the scaled scores; may require grad.
 
         Returns:
             As `x`.
 
         Raises:
             TypeError: `x` is a nested tensor; `lengths` does not hold integers.
-            ValueError: `x` or `lengths` of another shape than stated; on CPU, a length outside `[0, N]`; only one of `cu_seqlens` and
-                `max_seqlen` given. The checks of `flash_attn` apply to the rest.
-            NotImplementedError: `lengths`, `attn_mask` or `attn_bias` with packed input.
+            ValueError: `x` or `lengths` of another shape than stated; on CPU, a length outside `[0, N]`; only one of
+                `cu_seqlens` and `max_seqlen` given, or `lengths` beside them. The checks of `flash_attn` apply to the
+                rest.
         """
         if (cu_seqlens is None) != (max_seqlen is None):
             raise ValueError("cu_seqlens and max_seqlen must be given together")
+        if cu_seqlens is not None and lengths is not None:
+            raise ValueError("lengths describes a padded batch, and cannot be given with cu_seqlens")
         self._check_input("x", x, self.embed_dim, cu_seqlens is not None, "cu_seqlens and max_seqlen")
         heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
         q, k, v = self.qkv_proj(x).unflatten(-1, (sum(heads), self.head_dim)).split(heads, dim=-2)
         if cu_seqlens is None or max_seqlen is None:
             if lengths is not None:
-                lengths = _check_lengths("lengths", lengths, *x.shape[:2])
+                lengths = _check_lengths("lengths", lengths, x)
             out = self._attend_dense(q, k, v, lengths, lengths, attn_mask, attn_bias)
         else:
-            _refuse_with_packed(lengths=lengths, attn_mask=attn_mask, attn_bias=attn_bias)
-            out = self._attend_packed(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+            out = self._attend_packed(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, attn_mask, attn_bias)
         return self.out_proj(out)  # type: ignore[no-any-return]
 
 
 class FlashCrossAttention(_Attention):
     """Multi-head attention from `x` to `context` on the tiled exact kernels.
 
-    With `causal`, a window or ALiBi, the last token of `x` stands at the last token of `context` (bottom-right alignment). State dict:
-    `q_proj.*` with weight `(Hq D, E)`, `kv_proj.*` with weight `(2 Hk D, context_dim)` (keys, then values), `out_proj.*`, `sink` and
-    `alibi_slopes` as in `FlashSelfAttention`.
+    With `causal`, a window or ALiBi, the last token of `x` stands at the last token of `context` (bottom-right
+    alignment). State dict: `q_proj.*` with weight `(Hq D, E)`, `kv_proj.*` with weight `(2 Hk D, context_dim)` (keys,
+    then values), `out_proj.*`, `sink` and `alibi_slopes` as in `FlashSelfAttention`.
 
     Args:
         embed_dim: features of `x` and of the output.
         num_heads: query heads.
         context_dim: features of `context`. Default `embed_dim`.
-        num_kv_heads, head_dim, bias, causal, softmax_scale, window_size, softcap, alibi, sink, dropout_p, deterministic, impl, device,
+        num_kv_heads, head_dim, bias, causal, softmax_scale, window_size, softcap, alibi, sink, dropout_p,
+        deterministic, impl, device,
             dtype: as in `FlashSelfAttention`.
 
     Raises:
@@ -456,18 +467,22 @@ class FlashCrossAttention(_Attention):
             context: `(B, M, context_dim)`, or `(total_context, context_dim)`.
             lengths: `(B,)` integers, the real tokens of each sequence of `x`, as in `FlashSelfAttention`.
             context_lengths: `(B,)` integers, those of `context`. A sequence with none gets attention 0.
-            cu_seqlens, max_seqlen, context_cu_seqlens, context_max_seqlen: bounds of packed sequences, all four or none.
-            attn_mask: boolean, broadcastable to `(B, Hq, N, M)`, True where a query may see a key.
-            attn_bias: float, broadcastable to `(B, Hq, N, M)`, added to the scaled scores; may require grad.
+            cu_seqlens: `(B + 1,)` int32, bounds of the packed sequences of `x`; all four packed arguments or none.
+            max_seqlen: length of the longest of them.
+            context_cu_seqlens: `(B + 1,)` int32, bounds of the packed sequences of `context`.
+            context_max_seqlen: length of the longest of them.
+            attn_mask: boolean, broadcastable to `(B, Hq, N, M)`, True where a query may see a key, as in
+                `FlashSelfAttention`.
+            attn_bias: float, likewise, added to the scaled scores; may require grad.
 
         Returns:
             As `x`.
 
         Raises:
             TypeError: a nested tensor; lengths that are not integers.
-            ValueError: `x`, `context` or lengths of another shape than stated; different batch sizes; on CPU, a length out of range; some but
-                not all of the packed arguments given.
-            NotImplementedError: lengths, `attn_mask` or `attn_bias` with packed input.
+            ValueError: `x`, `context` or lengths of another shape than stated; different batch sizes; on CPU, a length
+                out of range; some but not all of the packed arguments given, or lengths beside them. The checks of
+                `flash_attn` apply to the rest.
         """
         packed_arguments = (cu_seqlens, max_seqlen, context_cu_seqlens, context_max_seqlen)
         packed = any(argument is not None for argument in packed_arguments)
@@ -476,20 +491,19 @@ class FlashCrossAttention(_Attention):
         packed_by = "cu_seqlens, max_seqlen, context_cu_seqlens and context_max_seqlen"
         self._check_input("x", x, self.embed_dim, packed, packed_by)
         self._check_input("context", context, self.context_dim, packed, packed_by)
-        if packed:
-            _refuse_with_packed(
-                lengths=lengths, context_lengths=context_lengths, attn_mask=attn_mask, attn_bias=attn_bias
-            )
-        elif x.shape[0] != context.shape[0]:
+        if packed and not (lengths is None and context_lengths is None):
+            raise ValueError("lengths and context_lengths describe padded batches, and cannot be given with cu_seqlens")
+        if not packed and x.shape[0] != context.shape[0]:
             raise ValueError(f"x and context must have the same batch size, got {x.shape[0]} and {context.shape[0]}")
         q = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
         k, v = self.kv_proj(context).unflatten(-1, (2, self.num_kv_heads, self.head_dim)).unbind(-3)
         if cu_seqlens is None or max_seqlen is None or context_cu_seqlens is None or context_max_seqlen is None:
             if lengths is not None:
-                lengths = _check_lengths("lengths", lengths, *x.shape[:2])
+                lengths = _check_lengths("lengths", lengths, x)
             if context_lengths is not None:
-                context_lengths = _check_lengths("context_lengths", context_lengths, *context.shape[:2])
+                context_lengths = _check_lengths("context_lengths", context_lengths, context)
             out = self._attend_dense(q, k, v, lengths, context_lengths, attn_mask, attn_bias)
         else:
-            out = self._attend_packed(q, k, v, cu_seqlens, context_cu_seqlens, max_seqlen, context_max_seqlen)
+            bounds = (cu_seqlens, context_cu_seqlens, max_seqlen, context_max_seqlen)
+            out = self._attend_packed(q, k, v, *bounds, attn_mask, attn_bias)
         return self.out_proj(out)  # type: ignore[no-any-return]

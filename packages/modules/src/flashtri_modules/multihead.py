@@ -12,19 +12,22 @@ class FlashMultiheadAttention(nn.MultiheadAttention):
 
     Constructor, initialisation and state dict are inherited, so a checkpoint goes either way. Where the two differ:
 
-    - `need_weights=True` (the default, as in torch) returns the weights, which are an `L x S` matrix, and so takes a dense path in plain
+    - `need_weights=True` (the default, as in torch) returns the weights, which are an `L x S` matrix, and so takes a
+      dense path in plain
       torch: exact, any dtype and device, memory quadratic in the length. Pass `need_weights=False` for the kernels.
     - A query that may see no key gets attention 0 and gradient 0 on both paths, where torch gives NaN.
-    - `is_causal=True` needs no `attn_mask` beside it; if there is one, it is taken to be the causal mask, and is not read. With
+    - `is_causal=True` needs no `attn_mask` beside it; if there is one, it is taken to be the causal mask, and is not
+      read. With
       `L != S` causal means what it means in torch, top-left: query `i` sees keys `0..i`.
     - Nested tensors are refused. `embed_dim / num_heads` is at most 256 without weights.
 
-    In eval mode without gradients `nn.TransformerEncoderLayer` calls torch's own fused layer instead of its attention module;
-    `torch.backends.mha.set_fastpath_enabled(False)` turns that off.
+    In eval mode without gradients `nn.TransformerEncoderLayer` calls torch's own fused layer instead of its attention
+    module; `torch.backends.mha.set_fastpath_enabled(False)` turns that off.
 
     Args:
         embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype: as in
-            `nn.MultiheadAttention`. `add_zero_attn` costs nothing here: a zero key with a zero value is a sink of logit 0.
+            `nn.MultiheadAttention`. `add_zero_attn` costs nothing here: a zero key with a zero value is a sink of logit
+            0.
 
     Example:
         >>> attn = FlashMultiheadAttention(64, 4, batch_first=True)
@@ -50,15 +53,18 @@ class FlashMultiheadAttention(nn.MultiheadAttention):
             query: `(N, L, E)` with `batch_first`, else `(L, N, E)`; unbatched `(L, E)`.
             key: `(N, S, kdim)`, `(S, N, kdim)` or `(S, kdim)`.
             value: likewise with `vdim`.
-            key_padding_mask: `(N, S)` or unbatched `(S,)`; boolean with True for keys to leave out, or float, added to the scores.
+            key_padding_mask: `(N, S)` or unbatched `(S,)`; boolean with True for keys to leave out, or float, added to
+                the scores.
             need_weights: whether to return the attention weights (dense path).
-            attn_mask: `(L, S)` or `(N * num_heads, L, S)`; boolean with True for pairs to leave out, or float, added to the scores.
+            attn_mask: `(L, S)` or `(N * num_heads, L, S)`; boolean with True for pairs to leave out, or float, added to
+                the scores.
             average_attn_weights: whether the returned weights are averaged over heads.
             is_causal: whether query `i` sees keys `0..i` only; stands in place of `attn_mask`.
 
         Returns:
-            The output, shaped as `query`, and the weights: `(N, L, S)`, or `(N, num_heads, L, S)` unaveraged, without the batch axis for
-            unbatched input, one column more for each of `add_bias_kv` and `add_zero_attn`; None without `need_weights`.
+            The output, shaped as `query`, and the weights: `(N, L, S)`, or `(N, num_heads, L, S)` unaveraged, without
+            the batch axis for unbatched input, one column more for each of `add_bias_kv` and `add_zero_attn`; None
+            without `need_weights`.
 
         Raises:
             TypeError: a nested tensor; a mask that is neither boolean nor floating point.
@@ -67,7 +73,7 @@ class FlashMultiheadAttention(nn.MultiheadAttention):
         for name, tensor in (("query", query), ("key", key), ("value", value)):
             if tensor.is_nested:
                 raise TypeError(f"{name} must be a plain tensor, got a nested one; pad it and give key_padding_mask")
-        packed_projection = query is key and key is value and self.in_proj_weight is not None
+        packed_projection = query is key and key is value and self._qkv_same_embed_dim
         unbatched = query.dim() == 2
         batch_axis = 0 if self.batch_first else 1
         if unbatched:
@@ -111,22 +117,22 @@ class FlashMultiheadAttention(nn.MultiheadAttention):
         if query.shape[batch_axis] != key.shape[batch_axis]:
             raise ValueError(f"query and key must agree in N, got {tuple(query.shape)} and {tuple(key.shape)}")
 
-    def _project(
-        self, query: Tensor, key: Tensor, value: Tensor, packed: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, query: Tensor, key: Tensor, value: Tensor, packed: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Return q `(N, H, L, D)`, k and v `(N, H, S, D)`, strided views of what the projections wrote."""
         if packed:
             qkv = F.linear(query, self.in_proj_weight, self.in_proj_bias)
             projected = qkv.unflatten(-1, (3, self.num_heads, self.head_dim)).unbind(-3)
         else:
-            if self.in_proj_weight is not None:
+            if self._qkv_same_embed_dim:
                 weights = self.in_proj_weight.chunk(3)
             else:
                 weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-            biases = (None, None, None) if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+            # torch's annotation says that there always is a bias; `bias=False` registers None.
+            bias: Tensor | None = self.in_proj_bias
+            biases = (None, None, None) if bias is None else bias.chunk(3)
             projected = tuple(
-                F.linear(x, weight, bias).unflatten(-1, (self.num_heads, self.head_dim))
-                for x, weight, bias in zip((query, key, value), weights, biases, strict=True)
+                F.linear(x, weight, offset).unflatten(-1, (self.num_heads, self.head_dim))
+                for x, weight, offset in zip((query, key, value), weights, biases, strict=True)
             )
         axes = (0, 2, 1, 3) if self.batch_first else (1, 2, 0, 3)
         q, k, v = (t.permute(axes) for t in projected)
@@ -146,7 +152,7 @@ class FlashMultiheadAttention(nn.MultiheadAttention):
         seqlen_k: int,
         dtype: torch.dtype,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Turn torch's masks into `flash_attn`'s: `keep`, True where visible, and an additive `bias`; both broadcast, not expanded."""
+        """Torch's masks as `flash_attn`'s: `keep`, True where visible, and an additive `bias`; neither is expanded."""
         for name, mask in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
             if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
                 raise TypeError(f"{name} must be boolean or floating point, got {mask.dtype}")
@@ -169,7 +175,8 @@ class FlashMultiheadAttention(nn.MultiheadAttention):
         if key_padding_mask is not None:
             if key_padding_mask.shape != (batch, seqlen_k):
                 raise ValueError(
-                    f"key_padding_mask must be (N, S) = ({batch}, {seqlen_k}), got shape {tuple(key_padding_mask.shape)}"
+                    f"key_padding_mask must be (N, S) = ({batch}, {seqlen_k}), "
+                    f"got shape {tuple(key_padding_mask.shape)}"
                 )
             padding = key_padding_mask[:, None, None, :]
             if padding.dtype != torch.bool:
