@@ -97,11 +97,20 @@ class Case:
         )
 
 
-def _dense(id: str, suite: str, batch: int, heads: int | tuple[int, int], seqlen: int, dim: int, **kwargs: object) -> Case:
+def _dense(
+    id: str, suite: str, batch: int, heads: int | tuple[int, int], seqlen: int, dim: int, **kwargs: object
+) -> Case:
     hq, hk = heads if isinstance(heads, tuple) else (heads, heads)
     fields: dict[str, object] = {"seqlen_k": seqlen, "head_dim_v": dim} | kwargs
     return Case(
-        id=id, suite=suite, batch=batch, heads_q=hq, heads_kv=hk, seqlen_q=seqlen, head_dim=dim, **fields  # type: ignore[arg-type]
+        id=id,
+        suite=suite,
+        batch=batch,
+        heads_q=hq,
+        heads_kv=hk,
+        seqlen_q=seqlen,
+        head_dim=dim,
+        **fields,  # type: ignore[arg-type]
     )
 
 
@@ -141,12 +150,19 @@ def _dims() -> Iterator[Case]:
 
 def _gqa() -> Iterator[Case]:
     """Grouped heads beside ungrouped ones, D=128, causal, one sequence."""
-    for heads, n in (((32, 32), 8192), ((32, 8), 8192), ((64, 64), 8192), ((64, 8), 2048), ((64, 8), 8192), ((64, 8), 32768)):
+    for heads, n in (
+        ((32, 32), 8192),
+        ((32, 8), 8192),
+        ((64, 64), 8192),
+        ((64, 8), 2048),
+        ((64, 8), 8192),
+        ((64, 8), 32768),
+    ):
         yield _dense(f"gqa-h{heads[0]}-{heads[1]}-n{n}", "gqa", 1, heads, n, 128, causal=True)
 
 
 def _features() -> Iterator[Case]:
-    """One feature at a time beside the plain call of the same shape: D=128, causal, N=8k, B2 H16 unless the id says so."""
+    """One feature at a time beside the plain call of the same shape: D=128, causal, N=8k, B2 H16."""
     base = {"causal": True}
     yield _dense("features-plain", "features", 2, 16, 8192, 128, **base)
     yield _dense("features-window1024", "features", 2, 16, 8192, 128, window=(1023, 0), **base)
@@ -188,7 +204,9 @@ def _models() -> Iterator[Case]:
 def _host() -> Iterator[Case]:
     """The processor's share of one call: shapes so small that the device waits for the host."""
     yield _dense("host-b1-h4-n128-d64", "host", 1, 4, 128, 64, kind="host", ops=("fwd", "fwd_bwd"))
-    yield _dense("host-b1-h32-8-n128-d128-causal", "host", 1, (32, 8), 128, 128, causal=True, kind="host", ops=("fwd", "fwd_bwd"))
+    yield _dense(
+        "host-b1-h32-8-n128-d128-causal", "host", 1, (32, 8), 128, 128, causal=True, kind="host", ops=("fwd", "fwd_bwd")
+    )
 
 
 MEMORY_LENGTHS = tuple(1024 << i for i in range(10))
@@ -202,7 +220,9 @@ def _memory() -> Iterator[Case]:
 
 def _first_call() -> Iterator[Case]:
     """Time to the first gradient in a new process, on empty and on filled compiler caches."""
-    yield _dense("first-call-d128-causal", "first_call", 2, 16, 2048, 128, causal=True, kind="first_call", ops=("fwd_bwd",))
+    yield _dense(
+        "first-call-d128-causal", "first_call", 2, 16, 2048, 128, causal=True, kind="first_call", ops=("fwd_bwd",)
+    )
 
 
 def _errors() -> Iterator[Case]:
@@ -211,7 +231,9 @@ def _errors() -> Iterator[Case]:
         for dim in (64, 128):
             for causal in (False, True):
                 name = f"errors-d{dim}-{'causal' if causal else 'full'}-{inputs}"
-                yield _dense(name, "errors", 2, 8, 1024, dim, causal=causal, inputs=inputs, kind="error", ops=("fwd_bwd",))
+                yield _dense(
+                    name, "errors", 2, 8, 1024, dim, causal=causal, inputs=inputs, kind="error", ops=("fwd_bwd",)
+                )
 
 
 def _training() -> Iterator[Case]:

@@ -30,7 +30,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is one")
     run.add_argument("--smoke", action="store_true", help="tiny sizes; always so on a CPU")
     run.add_argument("--time-budget", type=float, metavar="SECONDS", help="start no further case after this long")
-    run.add_argument("--step-timeout", type=float, default=240.0, metavar="SECONDS", help="silence that counts as a hang")
+    run.add_argument("--step-timeout", type=float, default=240.0, metavar="SECONDS", help="silence that is a hang")
     run.add_argument("--window", type=float, default=60.0, metavar="MS", help="device time per peer, pass and case")
     run.add_argument("--out", type=Path, help="merge into this file; default on a GPU: the checkout's results.json")
 
@@ -97,21 +97,20 @@ def _run(args: argparse.Namespace) -> int:
     with make_progress() as progress:
         if smoke:
             why = "no GPU here" if device == "cpu" else "asked for"
-            progress.note(f"Smoke run ({why}): tiny sizes, to prove that the suites run. These figures are not results.")
+            progress.note(
+                f"Smoke run ({why}): tiny sizes, to prove that the suites run. These figures are not results."
+            )
         run = Run(plan, progress, save)
         document = run.carry_out()
-    print(report.terminal(document))
+    print(report.smoke_summary(document) if smoke else report.terminal(document))
     rows, skips = len(document["rows"]), len(document["skipped"])
     print(f"{rows} rows, {skips} skipped, {time.monotonic() - began:.0f} s", end="")
     print(f", {len(run.left_over)} cases not started within the time budget" if run.left_over else "")
-    if out is None:
-        print("Nothing was written: figures of a smoke run are no results.")
-        return 0 if rows else 1
-    print(f"written to {out}")
+    print(f"written to {out}" if out is not None else "Nothing was written: a smoke run gives no results.")
     red = [s for s in document["skipped"] if s["impl"].startswith("flashtri") and "wrong" in s["reason"]]
     for skip in red:
         print(f"RED {skip['case']} {skip['op']} {skip['impl']}: {skip['reason']}", file=sys.stderr)
-    return 1 if red else 0
+    return 1 if red or not rows else 0
 
 
 def _default(path: Path | None) -> Path:

@@ -1,8 +1,8 @@
 """What changed between two results files, beyond what the machine does by itself.
 
-A GPU is never twice equally warm: all rows of a case move together. So the change of one of our rows is measured against
-the peers of the same case in the same run: what remains is ours. A change counts when it exceeds both the threshold and
-the spread of the two measurements.
+A GPU is never twice equally warm: all rows of a case move together. So the change of one of our rows is measured
+against the peers of the same case in the same run: what remains is ours. A change counts when it exceeds both the
+threshold and the spread of the two measurements.
 """
 
 from __future__ import annotations

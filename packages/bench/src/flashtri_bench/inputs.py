@@ -51,8 +51,8 @@ class Inputs:
         """q, k, v (leaves that need a gradient) and dout in one layout.
 
         Args:
-            layout: "bhnd": contiguous `(B, H, N, D)`, a packed batch as one sequence `(1, H, total, D)`; "bnhd": contiguous
-                `(B, N, H, D)`; "thd": `(total, H, D)`.
+            layout: "bhnd": contiguous `(B, H, N, D)`, a packed batch as one sequence `(1, H, total, D)`; "bnhd":
+                contiguous `(B, N, H, D)`; "thd": `(total, H, D)`.
 
         Returns:
             Four tensors; the same objects for the same layout.

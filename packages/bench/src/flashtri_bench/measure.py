@@ -104,11 +104,11 @@ class Bench:
         self.step(peer, what)
         try:
             yield
-        except Refused as refused:
+        except RefusedError as refused:
             self.skip(peer, str(refused))
         except torch.OutOfMemoryError:
             self.skip(peer, f"out of memory in {what}")
-        except Exception as error:  # noqa: BLE001 - a peer may raise anything, and the next peer must still run
+        except Exception as error:  # a peer may raise anything, and the next peer must still run
             if self.unit.device == "cuda" and _poisons(error):
                 raise
             self.skip(peer, _sentence(error))
@@ -123,14 +123,14 @@ class Bench:
         adapter = PEERS[peer]
         reason = adapter.unavailable(self.unit.device) or adapter.refuses(inputs.case)
         if reason is not None:
-            raise Refused(reason)
+            raise RefusedError(reason)
         return adapter.prepare(inputs)
 
     def checked(self, call: Call, reference: Reference) -> Check:
         """Run both passes and compare them with fp64.
 
         Raises:
-            Refused: The result is wrong.
+            RefusedError: The result is wrong.
         """
         ours = PEERS[call.peer].ours
         if reference.inputs.case.dropout:
@@ -142,14 +142,14 @@ class Bench:
         self.clock.wait(call.peer)
         without = reference.compare({"out": alone}, ours)
         if not without.ok:
-            raise Refused("without gradients: " + without.reason)
+            raise RefusedError("without gradients: " + without.reason)
         if not self.needs_backward:
             return without
         results = call.results()
         self.clock.wait(call.peer)
         check = reference.compare(results, ours)
         if not check.ok:
-            raise Refused(check.reason)
+            raise RefusedError(check.reason)
         return check
 
     @property
@@ -172,7 +172,7 @@ class Bench:
                 v.copy_(kept[0])
                 dout.copy_(kept[1])
         if reason is not None:
-            raise Refused(reason)
+            raise RefusedError(reason)
 
     def calls(self) -> tuple[dict[str, Call], dict[str, Check]]:
         """Every peer that computes the case rightly, ready to be timed."""
@@ -203,7 +203,7 @@ class Bench:
         return Timed(lambda: torch.autograd.grad(out, wrt, dout, retain_graph=True))
 
 
-class Refused(RuntimeError):
+class RefusedError(RuntimeError):
     """A peer does not compute this case; the message is the reason."""
 
 
@@ -217,8 +217,8 @@ def _both(*contexts: AbstractContextManager[object]) -> Iterator[None]:
 
 def _poisons(error: Exception) -> bool:
     """Whether the process can't use its GPU any more."""
-    sticky = getattr(torch, "AcceleratorError", ())
-    return isinstance(error, sticky) or isinstance(error, HangError) or "CUDA error" in str(error)
+    sticky = getattr(torch, "AcceleratorError", HangError)  # since torch 2.8
+    return isinstance(error, (sticky, HangError)) or "CUDA error" in str(error)
 
 
 def _sentence(error: BaseException) -> str:
@@ -337,7 +337,7 @@ def measure_training(bench: Bench) -> None:
             error = (got - want).abs().max().item()
             budget = factor * eager + torch.finfo(dtype).eps * want.abs().max().item()
             if not error <= budget:
-                raise Refused(f"wrong gradient: off by {error:.2e}, the budget is {budget:.2e}")
+                raise RefusedError(f"wrong gradient: off by {error:.2e}, the budget is {budget:.2e}")
             step = training.stepper(model, tokens)
             with call.around():
                 step()
@@ -360,7 +360,7 @@ def measure_first_call(bench: Bench) -> None:
         with bench.guarded(peer, "new process"):
             reason = PEERS[peer].unavailable(unit.device) or PEERS[peer].refuses(bench.case)
             if reason is not None:
-                raise Refused(reason)
+                raise RefusedError(reason)
             with tempfile.TemporaryDirectory(prefix="flashtri-bench-") as folder:
                 cold = _new_process(unit, peer, Path(folder))
                 bench.step(peer, "second process")
@@ -372,7 +372,7 @@ def measure_first_call(bench: Bench) -> None:
 
 def cache_variables(folder: Path) -> dict[str, str]:
     """Environment that points every compiler cache in use into one folder."""
-    names = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH", "XDG_CACHE_HOME", "FLASHTRI_CACHE_DIR",
+    names = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH", "XDG_CACHE_HOME", "FLASHTRI_CACHE",
              "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR")  # fmt: skip
     return {name: str(folder / name.lower()) for name in names}
 
@@ -388,7 +388,7 @@ def _new_process(unit: Unit, peer: str, folder: Path) -> dict[str, Any]:
         check=False,
     )
     if done.returncode != 0:
-        raise Refused((done.stderr.strip().splitlines() or ["the process died"])[-1][:240])
+        raise RefusedError((done.stderr.strip().splitlines() or ["the process died"])[-1][:240])
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result
 
@@ -403,7 +403,7 @@ def first_call(unit: Unit) -> dict[str, Any]:
         `seconds`, `check` and `resolved`.
 
     Raises:
-        Refused: The result is wrong.
+        RefusedError: The result is wrong.
     """
     (peer,) = unit.peers
     bench = Bench(unit, lambda event: None)
@@ -417,7 +417,7 @@ def first_call(unit: Unit) -> dict[str, Any]:
     seconds = time.perf_counter() - begin
     check = Reference(inputs).compare(results, PEERS[peer].ours)
     if not check.ok:
-        raise Refused(check.reason)
+        raise RefusedError(check.reason)
     return {"seconds": seconds, "check": check.as_dict(), "resolved": call.resolved}
 
 
@@ -470,6 +470,6 @@ def _drop_caches(cuda: bool) -> None:
     # Compiled functions are looked up through every graph compiled before; a fresh start keeps the host's share fair.
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
-    gc.collect()
     if cuda:
+        gc.collect()
         torch.cuda.empty_cache()

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch._functorch.config
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -68,9 +69,9 @@ class Call:
         """Output and gradients of one forward and backward, as canonical tensors by name."""
         with self.around():
             out = self.forward()
-        names = ["dq", "dk", "dv"] + ["dsink"] * (self.inputs.sink is not None) + ["dbias"] * (self.inputs.bias is not None)
+        own = {"dsink": self.inputs.sink, "dbias": self.inputs.bias}
+        names = ["dq", "dk", "dv", *(name for name, tensor in own.items() if tensor is not None)]
         found = {"out": out.detach()} | dict(zip(names, torch.autograd.grad(out, self.wrt, self.dout), strict=True))
-        own = ("dsink", "dbias")
         return {n: t if n in own else self.inputs.canonical(t, self.layout) for n, t in found.items()}
 
 
@@ -117,7 +118,8 @@ def _missing(module: str, name: str) -> str | None:
 
 def _first(out: Any) -> Tensor:
     """The output of an implementation that may also return statistics."""
-    return out[0] if isinstance(out, tuple) else out
+    first: Tensor = out[0] if isinstance(out, tuple) else out
+    return first
 
 
 class Flashtri(Peer):
@@ -164,8 +166,8 @@ class Flashtri(Peer):
 
         options, case = self.options(inputs), inputs.case
         if case.packed:
-            longest = case.seqlen_q
-            cu = inputs.cu_seqlens
+            longest, cu = case.seqlen_q, inputs.cu_seqlens
+            assert cu is not None
 
             def packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
                 return _first(flashtri_core.flash_attn_varlen(q, k, v, cu, cu, longest, longest, **options))
@@ -244,11 +246,11 @@ def _dense_alibi(inputs: Inputs) -> Tensor:
     i = torch.arange(case.seqlen_q, device=inputs.q.device)[:, None] + (case.seqlen_k - case.seqlen_q)
     j = torch.arange(case.seqlen_k, device=inputs.q.device)[None, :]
     bias = (-inputs.slopes.to(inputs.dtype)[:, None, None] * (i - j).abs().to(inputs.dtype))[None]
-    return bias.masked_fill(j > i, float("-inf")) if case.causal else bias
+    return torch.where(j > i, float("-inf"), bias) if case.causal else bias
 
 
 class _AtenFlash(torch.autograd.Function):
-    """Torch's own build of FlashAttention-2 with the options that SDPA does not pass on; `(B, N, H, D)` or `(T, H, D)`."""
+    """Torch's own FlashAttention-2 with the options that SDPA does not pass on; `(B, N, H, D)` or `(T, H, D)`."""
 
     @staticmethod
     def forward(
@@ -301,7 +303,7 @@ class TorchFlash(Sdpa):
             window = (window[0], 0)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            out: Tensor = _AtenFlash.apply(
+            out: Tensor = _AtenFlash.apply(  # type: ignore[no-untyped-call]
                 q, k, v, inputs.cu_seqlens, (case.seqlen_q, case.seqlen_k), case.causal, window, case.dropout
             )
             return out
@@ -356,7 +358,9 @@ class Flex(Peer):
         """Block mask and score function are built here, once."""
         from torch.nn.attention.flex_attention import flex_attention
 
-        compiled = torch.compile(flex_attention, dynamic=False)
+        # The backward is timed several times on one recorded forward, which must not give its buffers away.
+        torch._functorch.config.donated_buffer = False
+        compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=False)
         case, mask, score = inputs.case, _flex_mask(inputs), _flex_score(inputs)
         grouped, sink = case.heads_q != case.heads_kv, inputs.sink
 

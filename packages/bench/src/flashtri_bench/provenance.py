@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -36,9 +37,14 @@ def commit() -> tuple[str, bool]:
 
     Returns:
         Hash (or "unknown") and the dirty flag; an unknown commit counts as dirty.
+
+    Raises:
+        ValueError: FLASHTRI_COMMIT is no hash.
     """
     named = os.environ.get("FLASHTRI_COMMIT")
     if named:
+        if re.fullmatch("[0-9a-f]{7,40}", named) is None:
+            raise ValueError(f"FLASHTRI_COMMIT: got {named!r}, supported is a hash of 7 to 40 hex digits")
         return named, os.environ.get("FLASHTRI_DIRTY", "0") == "1"
     if _output("git", "ls-files", "--error-unmatch", __file__, cwd=PACKAGES) is None:
         return "unknown", True  # an installed copy, or another project's checkout around it

@@ -79,10 +79,15 @@ def _reading_order() -> list[str]:
 def _rate(row: Row, ours: Row | None) -> str:
     """TFLOP/s, or milliseconds for a step, with our speed relative to it."""
     mark = "*" if row["check"]["ratio"] > LOOSE else ""
-    value = f"{row['tflops']:.0f}" if "tflops" in row else f"{row['time_ms']['p50']:.2f}"
+    value = _number(row["tflops"] if "tflops" in row else row["time_ms"]["p50"])
     if ours is None or ours is row:
         return value + mark
     return f"{value}{mark} {row['time_ms']['p50'] / ours['time_ms']['p50']:.2f}x"
+
+
+def _number(value: float) -> str:
+    """Three digits, or all there are before the point."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def speed_tables(document: Document, name: Callable[[str], str] = _label) -> list[Table]:
@@ -145,7 +150,9 @@ def mean_tables(document: Document, name: Callable[[str], str] = _label) -> list
     return tables
 
 
-def _by_case(document: Document, metric: str, title: str, show: Callable[[Row], str], name: Callable[[str], str]) -> list[Table]:
+def _by_case(
+    document: Document, metric: str, title: str, show: Callable[[Row], str], name: Callable[[str], str]
+) -> list[Table]:
     """A table of another metric: a line per case and pass, a column per implementation."""
     rows = [row for row in document["rows"] if row["metric"] == metric]
     if not rows:
@@ -193,7 +200,8 @@ def provenance(document: Document) -> list[str]:
         versions += [f"driver {env['driver']}"] if env["driver"] else []
         versions += [f"cuDNN {env['cudnn']}"] if env["cudnn"] else []
         versions += [f"{PEERS[n].label if n in PEERS else n} is {v}" for n, v in sorted(env["peers"].items())]
-        line = f"{env['gpu']}, {', '.join(versions)}, commit {run['commit'][:12]}{' (dirty)' * run['dirty']}, {run['started_at']}"
+        commit = run["commit"][:12] + " (dirty)" * run["dirty"]
+        line = f"{env['gpu']}, {', '.join(versions)}, commit {commit}, {run['started_at']}"
         if ceilings is not None:
             rates = ", ".join(f"{d} {r:.0f} TFLOP/s" for d, r in ceilings["matmul_tflops"].items())
             line += f"; measured ceilings: matmul {rates}, copy {ceilings['copy_tb_s']:.2f} TB/s"
@@ -212,6 +220,29 @@ def _skip_table(document: Document) -> list[Table]:
         cases = where[0] if len(where) == 1 else f"{where[0]} and {len(where) - 1} more"
         lines.append([_label(impl), reason.replace("|", "/"), cases])
     return [Table("Not measured, and why", ["implementation", "reason", "where"], lines)] if lines else []
+
+
+def smoke_summary(document: Document) -> str:
+    """What a smoke run proved: how much ran and how right it was. It shows no rates, since they would mean nothing.
+
+    Args:
+        document: The document.
+
+    Returns:
+        A table with a line per suite and implementation.
+    """
+    lines = []
+    for suite in SUITES:
+        for impl in PEERS:
+            rows = [r for r in document["rows"] if r["suite"] == suite and r["impl"] == impl]
+            skips = [s for s in document["skipped"] if s["suite"] == suite and s["impl"] == impl]
+            if rows or skips:
+                worst = max((r["check"]["max_err"] / (r["check"]["budget"] or 1.0) for r in rows), default=None)
+                error = "-" if worst is None else f"{worst:.0%}"
+                lines.append([f"{suite} {_label(impl)}", str(len(rows)), str(len(skips)), error])
+    table = Table("smoke run", ["suite and implementation", "measured", "not", "worst error / budget"], lines)
+    reasons = _skip_table(document)
+    return "\n".join(t.text() for t in [table, *reasons])
 
 
 def terminal(document: Document, most: int = 8000) -> str:
@@ -253,7 +284,8 @@ def markdown(document: Document) -> str:
     tables = [*mean_tables(document), *speed_tables(document), *limits, *other_tables(document), *_skip_table(document)]
     note = (
         f"Rates count the operations that the mask leaves. `1.20x` beside a rate: ours takes 1/1.20 of its time. "
-        f"`*`: its error is more than {LOOSE:g} times that of same-dtype eager. Times are medians; peers take turns in one run."
+        f"`*`: its error is more than {LOOSE:g} times that of same-dtype eager. Times are medians; "
+        "peers take turns in one run."
     )
     head = "\n".join(f"- {line}" for line in provenance(document))
     return "# Benchmarks\n\n" + "\n\n".join([head, note, *(t.markdown() for t in tables)]) + "\n"
@@ -261,7 +293,9 @@ def markdown(document: Document) -> str:
 
 def readme_block(document: Document) -> str:
     """What stands between the README's markers."""
-    measured = [r["id"] for r in document["runs"] if r["environment"]["device"] == "cuda" and not r["protocol"]["smoke"]]
+    measured = [
+        r["id"] for r in document["runs"] if r["environment"]["device"] == "cuda" and not r["protocol"]["smoke"]
+    ]
     rows = [r for r in document["rows"] if r["run"] in measured]
     if not rows:
         return NOTHING
@@ -328,7 +362,8 @@ def plots(document: Document) -> dict[str, str]:
         series = []
         for impl in _impls(memory):
             mine = sorted(
-                (r for r in memory if r["impl"] == impl and r["dtype"] == dtype), key=lambda r: int(r["shape"]["seqlen_q"])
+                (r for r in memory if r["impl"] == impl and r["dtype"] == dtype),
+                key=lambda r: int(r["shape"]["seqlen_q"]),
             )
             sizes = [(r["shape"]["seqlen_q"], r["memory"]["peak_bytes"]) for r in mine if not r["memory"]["oom"]]
             ends = [r["shape"]["seqlen_q"] for r in mine if r["memory"]["oom"]]

@@ -205,7 +205,8 @@ def problems(document: Any) -> Iterator[str]:
 def _row_problems(row: Row, run: dict[str, Any]) -> Iterator[str]:
     present = {name for name in MEASURES.values() if name in row}
     if present != {MEASURES[row["metric"]]}:
-        yield f"metric {row['metric']} goes with {MEASURES[row['metric']]}, found {', '.join(sorted(present)) or 'nothing'}"
+        found = ", ".join(sorted(present)) or "nothing"
+        yield f"metric {row['metric']} goes with {MEASURES[row['metric']]}, found {found}"
     if row["check"]["max_err"] > row["check"]["budget"]:
         yield f"error {row['check']['max_err']} is over its budget {row['check']['budget']}"
     for name in ("time_ms", "host_us"):

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from . import results
 from .cases import BY_ID, Case
@@ -25,6 +25,7 @@ from .measure import Unit
 from .peers import PEERS, chosen
 
 Event = dict[str, Any]
+Inbox: TypeAlias = "queue.Queue[tuple[Worker, Event | None]]"
 
 # Without an event for this long a worker is stuck. The longest step that is not stuck compiles for minutes.
 STEP_TIMEOUT_S = 240.0
@@ -56,7 +57,9 @@ class Worker:
         compile_threads: Compiler processes that the worker may start.
     """
 
-    def __init__(self, inbox: queue.Queue[tuple[Worker, Event | None]], threads: int | None, compile_threads: int) -> None:
+    def __init__(
+        self, inbox: queue.Queue[tuple[Worker, Event | None]], threads: int | None, compile_threads: int
+    ) -> None:
         env = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": str(compile_threads), "PYTHONUNBUFFERED": "1"}
         if threads is not None:
             env["FLASHTRI_BENCH_THREADS"] = str(threads)
@@ -169,7 +172,7 @@ class Run:
     plan: Plan
     progress: Progress
     save: Callable[[results.Document], None] = lambda document: None
-    spawn: Callable[[queue.Queue[tuple[Worker, Event | None]], int | None, int], Worker] = Worker
+    spawn: Callable[[Inbox, int | None, int], Worker] = Worker
     document: results.Document = field(default_factory=results.empty)
     record: dict[str, Any] = field(default_factory=dict)
     left_over: list[str] = field(default_factory=list)
@@ -177,7 +180,7 @@ class Run:
     _began: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
-        self.inbox: queue.Queue[tuple[Worker, Event | None]] = queue.Queue()
+        self.inbox: Inbox = queue.Queue()
 
     # -- talking to the worker -----------------------------------------------------------------------------------
 
@@ -215,8 +218,9 @@ class Run:
             Stopped: There will be none.
         """
         if self._worker is None:
-            self._worker = self.spawn(self.inbox, None, min(8, os.cpu_count() or 1))
-        worker, answer = self._worker, []
+            # Tiny problems are slower on several threads than on one.
+            self._worker = self.spawn(self.inbox, 1 if self.plan.smoke else None, min(8, os.cpu_count() or 1))
+        worker, answer = self._worker, list[Event]()
         worker.send(command)
         try:
             for _, event in self._listen([worker], timeout_s or self.plan.step_timeout_s):
@@ -270,9 +274,10 @@ class Run:
     def _warm(self, units: Sequence[Unit]) -> None:
         """Fill the compilers' caches with several processes before anything is timed.
 
-        A peer compiled for each shape takes ten seconds and more, on one core: eight processes do in a minute what would
-        otherwise be most of the run. Meanwhile the measuring worker runs every other peer once for each kind of problem,
-        since some keep what they compile in the process. Failures are ignored; the measurement meets them again.
+        A peer compiled for each shape takes ten seconds and more, on one core: eight processes do in a minute what
+        would otherwise be most of the run. Meanwhile the measuring worker runs every other peer once for each kind of
+        problem, since some keep what they compile in the process. Failures are ignored; the measurement meets them
+        again.
         """
         if self.plan.device != "cuda":
             return
@@ -320,7 +325,9 @@ class Run:
         skips: list[results.Row] = []
         while peers:
             try:
-                answer = self._ask({"do": "measure", "unit": dataclasses.asdict(dataclasses.replace(unit, peers=tuple(peers)))})
+                answer = self._ask(
+                    {"do": "measure", "unit": dataclasses.asdict(dataclasses.replace(unit, peers=tuple(peers)))}
+                )
             except Stopped as stopped:
                 blamed = [stopped.peer] if stopped.peer in peers else peers
                 self.progress.note(f"{unit.case}: {', '.join(blamed)}: {stopped.reason}")

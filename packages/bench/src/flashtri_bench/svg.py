@@ -60,9 +60,10 @@ class Axes:
         self.x_ticks = sorted(set(xs))
         self.log_y = log_y
         if log_y:
-            self.y_low = math.floor(math.log10(max(min(lows), 1e-12)))
-            self.y_high = max(self.y_low + 1, math.ceil(math.log10(max(highs))))
-            self.y_ticks = [10.0**i for i in range(int(self.y_low), int(self.y_high) + 1)]
+            low = math.floor(math.log10(max(min(lows), 1e-12)))
+            high = max(low + 1, math.ceil(math.log10(max(highs))))
+            self.y_low, self.y_high = float(low), float(high)
+            self.y_ticks = [10.0**i for i in range(low, high + 1)]
         else:
             self.y_ticks = _ticks(0.0, max(highs))
             self.y_low, self.y_high = 0.0, self.y_ticks[-1]

@@ -97,8 +97,8 @@ class CudaClock:
     """Durations by CUDA events.
 
     Args:
-        timeout_s: How long a peer's work may take before it counts as hung. Waiting polls an event rather than blocking,
-            because a blocked process can't say which kernel it waits for.
+        timeout_s: How long a peer's work may take before it counts as hung. Waiting polls an event rather than
+            blocking, because a blocked process can't say which kernel it waits for.
     """
 
     def __init__(self, timeout_s: float = 60.0) -> None:

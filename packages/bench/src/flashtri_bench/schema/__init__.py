@@ -87,7 +87,9 @@ def violations(value: Any, schema: dict[str, Any], root: dict[str, Any] | None =
             raise ValueError(f"schema keyword {keyword!r} at {at} is not supported by this reader")
 
 
-def _object(value: dict[str, Any], keyword: str, rule: Any, schema: dict[str, Any], root: dict[str, Any], at: str) -> Iterator[str]:
+def _object(
+    value: dict[str, Any], keyword: str, rule: Any, schema: dict[str, Any], root: dict[str, Any], at: str
+) -> Iterator[str]:
     if keyword == "required":
         for name in rule:
             if name not in value:
