@@ -34,6 +34,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, BLOCK_M: int = 16, BLOCK_N: int =
 # --8<-- [end:rung]
 
 
+# --8<-- [start:traffic]
 def traffic(m: int, n: int, d: int, BLOCK_M: int, BLOCK_N: int) -> dict[str, int]:
     """Numbers moved between main memory and the chip, counted line by line, for rungs 2, 4 and 5."""
     blocks_m, blocks_n = -(-m // BLOCK_M), -(-n // BLOCK_N)
@@ -46,6 +47,9 @@ def traffic(m: int, n: int, d: int, BLOCK_M: int, BLOCK_N: int) -> dict[str, int
         # q in once, o and the log-sum-exp out once; k, v in once per query block
         "queries outside": m * d + blocks_m * 2 * n * d + m * d + m,
     }
+
+
+# --8<-- [end:traffic]
 
 
 if __name__ == "__main__":
