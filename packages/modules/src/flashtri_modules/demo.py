@@ -171,7 +171,8 @@ def eager_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
     s = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5  # (B, Hq, N, N)
     if causal:
         s = s.masked_fill(torch.ones_like(s, dtype=torch.bool).triu(1), -math.inf)
-    return s.softmax(-1) @ v
+    out: Tensor = s.softmax(-1) @ v
+    return out
 
 
 def out_and_gradients(
@@ -277,21 +278,32 @@ def training(device: torch.device, size: Size, seed: int, out: Path) -> None:
             losses[name].append(loss.item())
             seconds[name] += time.perf_counter() - began
     curves = {names[name]: values for name, values in losses.items()}
+    # Plotted first: the curves are what one looks at when a check fails.
     for path in plot(curves, "steps", "loss, nats per character", out / "loss"):
         print(f"  loss curves: {path}")
-    last = max(2, size.steps // 10)
-    ends = {name: statistics.mean(values[-last:]) for name, values in losses.items()}
-    noise = statistics.stdev(losses["sdpa"][-last:])
+    ends = {name: statistics.mean(values[-last_steps(values) :]) for name, values in losses.items()}
+    apart, noise = ends_apart(losses["flash"], losses["sdpa"])
     for name, label in names.items():
         print(f"  {label:18} loss {losses[name][0]:.4f} -> {ends[name]:.4f}, {seconds[name]:.1f} s")
-    apart = abs(ends["flash"] - ends["sdpa"])
-    print(f"  apart by {apart:.5f}; the loss itself varies by {noise:.4f} from batch to batch")
+    print(f"  apart by {apart:.5f} at the end; the noise of that mean is {noise:.4f}")
     if not ends["flash"] < entropy(text):
         raise RuntimeError(
             f"the model learned nothing: {ends['flash']:.3f} nats, frequencies alone give {entropy(text):.3f}"
         )
     if not apart < noise:
         raise RuntimeError("the two models ended further apart than the noise")
+
+
+def last_steps(losses: Sequence[float]) -> int:
+    """How many steps count as the end of a run."""
+    return max(2, len(losses) // 10)
+
+
+def ends_apart(a: Sequence[float], b: Sequence[float]) -> tuple[float, float]:
+    """How far apart two runs end, and twice the standard error of such an end: the batches' own noise."""
+    last = last_steps(a)
+    apart = abs(statistics.mean(a[-last:]) - statistics.mean(b[-last:]))
+    return apart, 2 * statistics.stdev(a[-last:]) / math.sqrt(last)
 
 
 def plot(curves: dict[str, list[float]], x_label: str, y_label: str, stem: Path) -> list[Path]:
