@@ -167,6 +167,8 @@ def bench(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """Build the site strictly into build/site, and check it in headless Chromium where there is one."""
     python = environment(session, "test", "bench", "docs")
+    session.run(python, "-m", "flashtri_bench", "validate", env=ENV)
+    session.run(python, "-m", "flashtri_bench", "report", "--readme", "README.md", "--check", env=ENV)
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     browser = ["--browser"] if chromium else []
     session.run(python, "site/tools/build.py", *browser, *session.posargs, env=ENV)
