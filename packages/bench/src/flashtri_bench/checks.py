@@ -141,7 +141,7 @@ def attend(
     if case.softcap:
         s = case.softcap * torch.tanh(s / case.softcap)
     if slopes is not None:
-        s = s - slopes.to(s.dtype)[:, None, None] * (i - j).abs()
+        s = s - slopes[:, None, None] * (i - j).abs()  # slopes are fp32, so a lower dtype is promoted here
     if bias is not None:
         s = s + bias
     keep = torch.ones_like(i - j, dtype=torch.bool)

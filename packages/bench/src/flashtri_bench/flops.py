@@ -7,9 +7,12 @@ dQ, dK), which for equal head dims is the customary 2.5 times the forward. Softm
 
 from __future__ import annotations
 
+import functools
+
 from .cases import Case
 
 
+@functools.cache
 def visible_pairs(seqlen_q: int, seqlen_k: int, causal: bool, window: tuple[int, int] | None) -> int:
     """How many (query, key) pairs one head of one sequence computes.
 

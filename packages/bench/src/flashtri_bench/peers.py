@@ -245,7 +245,7 @@ def _dense_alibi(inputs: Inputs) -> Tensor:
     assert inputs.slopes is not None
     i = torch.arange(case.seqlen_q, device=inputs.q.device)[:, None] + (case.seqlen_k - case.seqlen_q)
     j = torch.arange(case.seqlen_k, device=inputs.q.device)[None, :]
-    bias = (-inputs.slopes.to(inputs.dtype)[:, None, None] * (i - j).abs().to(inputs.dtype))[None]
+    bias = (-inputs.slopes[:, None, None] * (i - j).abs()).to(inputs.dtype)[None]
     return torch.where(j > i, float("-inf"), bias) if case.causal else bias
 
 
