@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .problem import Problem
+from . import reference
+from .problem import Extras, Problem
 from .target import target_of, triton_ready
 
 IMPLS = ("auto", "triton", "hopper", "reference")
@@ -55,8 +57,12 @@ def _unfit(problem: Problem, device: torch.device) -> str:
 
 
 def hopper_forward_reason(problem: Problem, device: torch.device) -> str:
-    """Why the Hopper forward does not run this problem; empty when it does."""
-    return "the Hopper kernels are not part of this build"
+    """Why the Hopper forward does not take this problem, whatever its addresses; empty when it does."""
+    if target_of(device).capability != 90:
+        return f"the Hopper kernels need a GPU of compute capability 9.0, got {target_of(device).name}"
+    from .kernels.hopper import launch_forward
+
+    return launch_forward.problem_reason(problem, device)
 
 
 def require(problem: Problem, device: torch.device, impl: str) -> str:
@@ -71,17 +77,42 @@ def require(problem: Problem, device: torch.device, impl: str) -> str:
     return support.impl
 
 
-def forward(problem: Problem, q: Tensor, impl: str) -> Callable[..., Any]:
-    """The forward launcher."""
-    require(problem, q.device, impl)
+def forward_plan(
+    problem: Problem, impl: str, q: Tensor, k: Tensor, v: Tensor, extras: Extras, out: Tensor, lse: Tensor
+) -> Callable[..., None]:
+    """A callable ``(q, k, v, extras, out, lse, row_max)`` for this problem and these layouts."""
+    chosen = require(problem, q.device, impl)
+    if chosen == "reference":
+        return partial(reference.chunked_forward, problem)
+    if chosen == "hopper":
+        from .kernels.hopper import launch_forward
+
+        ok, reason = launch_forward.supports(problem, q, k, v, out)
+        if ok:
+            return partial(launch_forward.forward, problem)
+        if impl == "hopper":
+            raise NotImplementedError(f"impl='hopper': {reason}")
+        _require_triton(problem, q.device)
     from .kernels import launch
 
-    return launch.forward
+    return launch.Forward(problem, q, k, v, extras, out, lse)
 
 
-def backward(problem: Problem, q: Tensor, impl: str, deterministic: bool) -> Callable[..., Any]:
-    """The backward launcher."""
-    require(problem, q.device, impl)
+def backward_plan(
+    problem: Problem, impl: str, deterministic: bool, do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
+    out: Tensor, lse: Tensor, extras: Extras, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None,
+    dbias: Tensor | None,
+) -> Callable[..., None]:  # fmt: skip
+    """A callable ``(do, dlse, q, k, v, out, lse, extras, dq, dk, dv, dsink, dbias)``."""
+    if require(problem, q.device, impl) == "reference":
+        return partial(reference.chunked_backward, problem)
+    _require_triton(problem, q.device)
     from .kernels import launch
 
-    return launch.backward
+    return launch.Backward(problem, do, dlse, q, k, v, out, lse, extras, dq, dk, dv, dbias)
+
+
+def _require_triton(problem: Problem, device: torch.device) -> None:
+    reason = _unfit(problem, device)
+    if reason:
+        raise NotImplementedError(reason)

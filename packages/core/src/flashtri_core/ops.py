@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .problem import Extras, Problem, describe
+from . import dispatch
+from .problem import Extras, describe
 
 _FEATURES = (
     "Tensor? alibi_slopes, Tensor? learnable_sink, Tensor? attn_bias, Tensor? attn_mask, Tensor? cu_seqlens_q, "
@@ -50,43 +51,63 @@ def _statistic(q: Tensor) -> Tensor:
     return q.new_empty(q.shape[:3], dtype=dtype)
 
 
-def _launcher(problem: Problem, q: Tensor, impl: str, deterministic: bool, backward: bool) -> Any:
-    """The function that fills the outputs; imported here so that ``import flashtri_core`` stays light."""
-    if impl == "reference" or (impl == "auto" and q.device.type == "cpu"):
-        from . import reference
+#: Launchers by everything their compiled code depends on: a repeated call costs one look-up. Exact shapes are part of
+#: the key, so a workload of ever-new lengths starts over at the limit instead of growing.
+_plans: dict[tuple[Any, ...], Any] = {}
+_PLAN_LIMIT = 4096
 
-        return reference.chunked_backward if backward else reference.chunked_forward
-    from . import dispatch
 
-    return dispatch.backward(problem, q, impl, deterministic) if backward else dispatch.forward(problem, q, impl)
+def _layout(x: Tensor | None) -> tuple[Any, ...] | None:
+    """What a kernel can depend on in a tensor: shape, strides, dtype, and whether its address is a multiple of 16."""
+    return None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() & 15 == 0)
+
+
+def _plan_key(tensors: tuple[Tensor | None, ...], device: torch.device, rest: tuple[Any, ...]) -> tuple[Any, ...]:
+    layouts = tuple([_layout(x) for x in tensors])
+    extras = tuple([_layout(x) for x in rest[:_N_EXTRAS]])
+    return (device, layouts, extras, rest[_N_EXTRAS:])
+
+
+def _remember(key: tuple[Any, ...], plan: Any) -> Any:
+    if len(_plans) >= _PLAN_LIMIT:
+        _plans.clear()
+    _plans[key] = plan
+    return plan
 
 
 def _fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    extras, options = Extras(*rest[:_N_EXTRAS]), rest[_N_EXTRAS:]
-    *numbers, deterministic, impl, return_max = options
-    problem = describe(q, k, v, extras, *numbers)
+    extras = Extras(*rest[:_N_EXTRAS])
     out, lse = like_layout(q, v.shape[-1]), _statistic(q)
-    row_max = _statistic(q) if return_max else None
+    row_max = _statistic(q) if rest[-1] else None
     if q.numel() or out.numel():
-        _launcher(problem, q, impl, deterministic, False)(problem, q, k, v, extras, out, lse, row_max)
+        key = _plan_key((q, k, v), q.device, rest)
+        plan = _plans.get(key)
+        if plan is None:
+            *numbers, deterministic, impl, _ = rest[_N_EXTRAS:]
+            problem = describe(q, k, v, extras, *numbers)
+            plan = _remember(key, dispatch.forward_plan(problem, impl, q, k, v, extras, out, lse))
+        plan(q, k, v, extras, out, lse, row_max)
     return out, lse, q.new_empty(0, dtype=lse.dtype) if row_max is None else row_max
 
 
 def _bwd(
     do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    extras, options = Extras(*rest[:_N_EXTRAS]), rest[_N_EXTRAS:]
-    *numbers, deterministic, impl, need_dq, need_dkv, need_dsink, need_dbias = options
-    problem = describe(q, k, v, extras, *numbers)
-    grads = _grad_buffers(q, k, v, extras, need_dq, need_dkv, need_dsink, need_dbias)
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    extras = Extras(*rest[:_N_EXTRAS])
+    dq, dk, dv, dsink, dbias = _grad_buffers(q, k, v, extras, *rest[-4:])
     if do.stride(-1) != 1 and do.shape[-1] != 1:
         do = do.contiguous()  # e.g. the stride-0 gradient of sum()
     if q.numel() or k.numel():
-        launcher = _launcher(problem, q, impl, deterministic, True)
-        launcher(problem, do, dlse, q, k, v, out, lse, extras, *grads)
-    none = q.new_empty(0)
-    dq, dk, dv, dsink, dbias = (none.clone() if g is None else g for g in grads)
-    return dq, dk, dv, dsink, dbias
+        key = _plan_key((do, dlse, q, k, v, out, lse), q.device, rest)
+        plan = _plans.get(key)
+        if plan is None:
+            *numbers, deterministic, impl = rest[_N_EXTRAS:-4]
+            problem = describe(q, k, v, extras, *numbers)
+            args = (do, dlse, q, k, v, out, lse, extras, dq, dk, dv, dbias)
+            plan = _remember(key, dispatch.backward_plan(problem, impl, deterministic, *args))
+        plan(do, dlse, q, k, v, out, lse, extras, dq, dk, dv, dsink, dbias)
+    grads = [q.new_empty(0) if g is None else g for g in (dq, dk, dv, dsink, dbias)]
+    return grads[0], grads[1], grads[2], grads[3], grads[4]
 
 
 def _grad_buffers(

@@ -27,9 +27,10 @@ def attn_bwd_delta_kernel(
     blocks = (rows + BLOCK_M - 1) // BLOCK_M
     zh = tl.program_id(0) // blocks
     z, h = zh // heads, zh % heads
-    offs_m = tl.program_id(0) % blocks * BLOCK_M + tl.arange(0, BLOCK_M)
-    o = load_rows(head_base(O, stride_o, z, h, z * 0), stride_o, offs_m, rows, HEAD_DIM_V, BLOCK_DV, True)
-    do = load_rows(head_base(DO, stride_do, z, h, z * 0), stride_do, offs_m, rows, HEAD_DIM_V, BLOCK_DV, True)
+    start_m = tl.program_id(0) % blocks * BLOCK_M
+    offs_m = start_m + tl.arange(0, BLOCK_M)
+    o = load_rows(head_base(O, stride_o, z, h, z * 0), stride_o, start_m, rows, HEAD_DIM_V, BLOCK_M, BLOCK_DV, True)
+    do = load_rows(head_base(DO, stride_do, z, h, z * 0), stride_do, start_m, rows, HEAD_DIM_V, BLOCK_M, BLOCK_DV, True)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)  # [BLOCK_M]
     if DLSE is not None:
         dlse = DLSE + z.to(tl.int64) * stride_dlse[0] + h.to(tl.int64) * stride_dlse[1]
@@ -42,15 +43,18 @@ def attn_bwd_delta_kernel(
 
 @jit
 def p_and_ds(
-    q, k, v, do, lse_log2, delta, z, h, i, j, Nq, Nk, variant, args, mask, unit_log2,
+    s_dot, dp_dot, lse_log2, delta, z, h, i, j, Nq, Nk, variant, args, mask, unit_log2,
     EDGE: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
-    """The tile both kernels share: (p for dV, dS, dqk), each [BLOCK_M, BLOCK_N]; dqk still lacks softmax_scale."""
-    raw = variant.score(tl.dot(q, tl.trans(k)), args.score)
+    """From the products QK^T and dO V^T to (p for dV, dS, dqk), tile by tile; dqk still lacks softmax_scale.
+
+    It works on either orientation, [BLOCK_M, BLOCK_N] or its transpose: i, lse and delta follow the query axis, j the
+    key axis, by broadcasting.
+    """
+    raw = variant.score(s_dot, args.score)
     s = masked_scores(raw, z, h, i, j, Nq, Nk, variant, args, mask, EDGE, HAS_MASK)
     p = p_from_lse(s, lse_log2, unit_log2)
-    dp = variant.drop(tl.dot(do, tl.trans(v)), z, h, i, j, args.drop)
-    ds = ds_from_p(p, dp, delta)
+    ds = ds_from_p(p, variant.drop(dp_dot, z, h, i, j, args.drop), delta)
     return variant.drop(p, z, h, i, j, args.drop), ds, variant.score_grad(ds, raw, args.score)
 
 
@@ -69,47 +73,49 @@ def attn_bwd_dkdv_kernel(
         z, hk = zh // heads, zh % heads
     else:
         hk, z, start_n = packed_tile(tl.program_id(0), blocks, batch_heads, CU_K, BLOCK_N, False)
-    q_row0, Nq, _ = span_of(CU_Q, None, z, Nq)
+    q_row0, Nq, q_used = span_of(CU_Q, None, z, Nq)
     k_row0, k_rows, Nk = span_of(CU_K, USED_K, z, Nk)
     if start_n >= k_rows:
         return
     zb = z if CU_K is None else z * 0
     offs_n = start_n + tl.arange(0, BLOCK_N)
-    k = load_rows(head_base(K, stride_k, zb, hk, k_row0), stride_k, offs_n, Nk, HEAD_DIM, BLOCK_D, True)
-    v = load_rows(head_base(V, stride_v, zb, hk, k_row0), stride_v, offs_n, Nk, HEAD_DIM_V, BLOCK_DV, True)
+    k = load_rows(head_base(K, stride_k, zb, hk, k_row0), stride_k, start_n, Nk, HEAD_DIM, BLOCK_N, BLOCK_D, True)
+    v = load_rows(head_base(V, stride_v, zb, hk, k_row0), stride_v, start_n, Nk, HEAD_DIM_V, BLOCK_N, BLOCK_DV, True)
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
 
     lo, full_lo, full_hi, hi = variant.q_range(start_n, tl.minimum(start_n + BLOCK_N, Nk), Nq, Nk, args.mask)
     hi = tl.where(start_n < Nk, hi, 0)  # a tile of unused keys has no queries: its gradients are written as zeros
+    # (rows past Nq need no mask on scores: their LSE reads as +inf, so their P is 0)
     lo, full_lo, full_hi, hi = block_bounds(lo, full_lo, full_hi, hi, BLOCK_M)
     for g in range(0, group):  # every query head that reads this key head adds to the same dK and dV
         h = hk * group + g
         q_base = head_base(Q, stride_q, zb, h, q_row0)
         do_base = head_base(DO, stride_do, zb, h, q_row0)
         row_base = zb.to(tl.int64) * stride_lse[0] + h.to(tl.int64) * stride_lse[1] + q_row0
-        for span in tl.static_range(0 if LEFT_EDGE else 1, 3):
+        for span in tl.static_range(0 if LEFT_EDGE else 1, 3 if RIGHT_EDGE else 2):
             first = lo if span == 0 else (full_lo if span == 1 else full_hi)
-            last = full_lo if span == 0 else (full_hi if span == 1 else hi)
+            last = full_lo if span == 0 else (full_hi if (span == 1 and RIGHT_EDGE) else hi)
             for start_m in range(first, last, BLOCK_M):
                 if not HAS_MASK or any_visible(z, h, start_m, start_n, mask):
                     offs_m = start_m + tl.arange(0, BLOCK_M)
-                    q = load_rows(q_base, stride_q, offs_m, Nq, HEAD_DIM, BLOCK_D, span != 1)
-                    do = load_rows(do_base, stride_do, offs_m, Nq, HEAD_DIM_V, BLOCK_DV, span != 1)
+                    q = load_rows(q_base, stride_q, start_m, Nq, HEAD_DIM, BLOCK_M, BLOCK_D, True)
+                    do = load_rows(do_base, stride_do, start_m, Nq, HEAD_DIM_V, BLOCK_M, BLOCK_DV, True)
                     lse = tl.load(LSE + row_base + offs_m, mask=offs_m < Nq, other=float("inf"))
                     delta = tl.load(DELTA + row_base + offs_m, mask=offs_m < Nq, other=0.0)
-                    p, _, dqk = p_and_ds(
-                        q, k, v, do, pivot_of(lse), delta, z, h, offs_m[:, None], offs_n[None, :], Nq, Nk,
-                        variant, args, mask, unit_log2, (span == 0) or ((span == 2) and RIGHT_EDGE), HAS_MASK,
+                    p, ds, dqk = p_and_ds(
+                        tl.dot(q, tl.trans(k)), tl.dot(do, tl.trans(v)), pivot_of(lse)[:, None], delta[:, None],
+                        z, h, offs_m[:, None], offs_n[None, :], Nq, Nk, variant, args, mask, unit_log2, span != 1,
+                        HAS_MASK,
                     )  # fmt: skip
-                    dv += tl.dot(tl.trans(p.to(do.dtype)), do)
-                    dk += tl.dot(tl.trans(dqk.to(q.dtype)), q)
+                    dv = tl.dot(tl.trans(p.to(do.dtype)), do, dv)
+                    dk = tl.dot(tl.trans(dqk.to(q.dtype)), q, dk)
 
     used = (offs_n < Nk)[:, None]  # keys past seqused_k are in memory but in nobody's softmax
     dk = tl.where(used, dk * softmax_scale, 0.0)
     dv = tl.where(used, dv, 0.0)
-    store_rows(head_base(DK, stride_dk, zb, hk, k_row0), stride_dk, offs_n, k_rows, dk, HEAD_DIM, BLOCK_D)
-    store_rows(head_base(DV, stride_dv, zb, hk, k_row0), stride_dv, offs_n, k_rows, dv, HEAD_DIM_V, BLOCK_DV)
+    store_rows(head_base(DK, stride_dk, zb, hk, k_row0), stride_dk, start_n, k_rows, dk, HEAD_DIM, BLOCK_N, BLOCK_D)
+    store_rows(head_base(DV, stride_dv, zb, hk, k_row0), stride_dv, start_n, k_rows, dv, HEAD_DIM_V, BLOCK_N, BLOCK_DV)
 
 
 # --8<-- [end:bwd-dkdv]
@@ -128,14 +134,14 @@ def attn_bwd_dq_kernel(
         z, h = zh // heads, zh % heads
     else:
         h, z, start_m = packed_tile(tl.program_id(0), blocks, batch_heads, CU_Q, BLOCK_M, True)
-    q_row0, Nq, _ = span_of(CU_Q, None, z, Nq)
-    k_row0, _, Nk = span_of(CU_K, USED_K, z, Nk)
+    q_row0, Nq, q_used = span_of(CU_Q, None, z, Nq)
+    k_row0, k_rows, Nk = span_of(CU_K, USED_K, z, Nk)
     if start_m >= Nq:
         return
     zb = z if CU_Q is None else z * 0
     offs_m = start_m + tl.arange(0, BLOCK_M)
-    q = load_rows(head_base(Q, stride_q, zb, h, q_row0), stride_q, offs_m, Nq, HEAD_DIM, BLOCK_D, True)
-    do = load_rows(head_base(DO, stride_do, zb, h, q_row0), stride_do, offs_m, Nq, HEAD_DIM_V, BLOCK_DV, True)
+    q = load_rows(head_base(Q, stride_q, zb, h, q_row0), stride_q, start_m, Nq, HEAD_DIM, BLOCK_M, BLOCK_D, True)
+    do = load_rows(head_base(DO, stride_do, zb, h, q_row0), stride_do, start_m, Nq, HEAD_DIM_V, BLOCK_M, BLOCK_DV, True)
     rows = zb.to(tl.int64) * stride_lse[0] + h.to(tl.int64) * stride_lse[1] + q_row0 + offs_m
     lse_log2 = pivot_of(tl.load(LSE + rows, mask=offs_m < Nq, other=float("inf")))
     delta = tl.load(DELTA + rows, mask=offs_m < Nq, other=0.0)
@@ -151,14 +157,14 @@ def attn_bwd_dq_kernel(
         for start_n in range(first, last, BLOCK_N):
             if not HAS_MASK or any_visible(z, h, start_m, start_n, mask):
                 offs_n = start_n + tl.arange(0, BLOCK_N)
-                k = load_rows(k_base, stride_k, offs_n, Nk, HEAD_DIM, BLOCK_D, span != 1)
-                v = load_rows(v_base, stride_v, offs_n, Nk, HEAD_DIM_V, BLOCK_DV, span != 1)
-                _, _, dqk = p_and_ds(
-                    q, k, v, do, lse_log2, delta, z, h, offs_m[:, None], offs_n[None, :], Nq, Nk,
+                k = load_rows(k_base, stride_k, start_n, Nk, HEAD_DIM, BLOCK_N, BLOCK_D, span != 1)
+                v = load_rows(v_base, stride_v, start_n, Nk, HEAD_DIM_V, BLOCK_N, BLOCK_DV, span != 1)
+                p, ds, dqk = p_and_ds(
+                    tl.dot(q, tl.trans(k)), tl.dot(do, tl.trans(v)), lse_log2[:, None], delta[:, None], z, h, offs_m[:, None], offs_n[None, :], Nq, Nk,
                     variant, args, mask, unit_log2, span != 1, HAS_MASK,
                 )  # fmt: skip
                 dq = tl.dot(dqk.to(k.dtype), k, dq)
-    store_rows(head_base(DQ, stride_dq, zb, h, q_row0), stride_dq, offs_m, Nq, dq * softmax_scale, HEAD_DIM, BLOCK_D)
+    store_rows(head_base(DQ, stride_dq, zb, h, q_row0), stride_dq, start_m, Nq, dq * softmax_scale, HEAD_DIM, BLOCK_M, BLOCK_D)
 
 
 # --8<-- [end:bwd-dq]
@@ -188,8 +194,8 @@ def attn_bwd_dbias_kernel(
         for dh in range(0, sum_h):
             z, h = bz + dz, bh + dh
             zb = z if CU_Q is None else z * 0
-            q_row0, nq, _ = span_of(CU_Q, None, z, Nq)
-            k_row0, _, nk = span_of(CU_K, USED_K, z, Nk)
+            q_row0, nq, q_used = span_of(CU_Q, None, z, Nq)
+            k_row0, k_rows, nk = span_of(CU_K, USED_K, z, Nk)
             q_base = head_base(Q, stride_q, zb, h, q_row0)
             do_base = head_base(DO, stride_do, zb, h, q_row0)
             k_base = head_base(K, stride_k, zb, h // group, k_row0)
@@ -197,7 +203,7 @@ def attn_bwd_dbias_kernel(
             row_base = zb.to(tl.int64) * stride_lse[0] + h.to(tl.int64) * stride_lse[1] + q_row0
             for block_m in range(tile_m, blocks_m if SUM_M else tile_m + 1):
                 start_m = block_m * BLOCK_M
-                lo, _, _, hi = variant.kv_range(start_m, tl.minimum(start_m + BLOCK_M, nq), nq, nk, args.mask)
+                lo, full_lo, full_hi, hi = variant.kv_range(start_m, tl.minimum(start_m + BLOCK_M, nq), nq, nk, args.mask)
                 hi = tl.where(start_m < nq, hi, 0)
                 first = tl.maximum(tile_n * BLOCK_N, lo // BLOCK_N * BLOCK_N)
                 last = hi if SUM_N else tl.minimum(hi, (tile_n + 1) * BLOCK_N)
@@ -205,14 +211,14 @@ def attn_bwd_dbias_kernel(
                     if not HAS_MASK or any_visible(z, h, start_m, start_n, mask):
                         offs_m = start_m + tl.arange(0, BLOCK_M)
                         offs_n = start_n + tl.arange(0, BLOCK_N)
-                        q = load_rows(q_base, stride_q, offs_m, nq, HEAD_DIM, BLOCK_D, True)
-                        do = load_rows(do_base, stride_do, offs_m, nq, HEAD_DIM_V, BLOCK_DV, True)
-                        k = load_rows(k_base, stride_k, offs_n, nk, HEAD_DIM, BLOCK_D, True)
-                        v = load_rows(v_base, stride_v, offs_n, nk, HEAD_DIM_V, BLOCK_DV, True)
+                        q = load_rows(q_base, stride_q, start_m, nq, HEAD_DIM, BLOCK_M, BLOCK_D, True)
+                        do = load_rows(do_base, stride_do, start_m, nq, HEAD_DIM_V, BLOCK_M, BLOCK_DV, True)
+                        k = load_rows(k_base, stride_k, start_n, nk, HEAD_DIM, BLOCK_N, BLOCK_D, True)
+                        v = load_rows(v_base, stride_v, start_n, nk, HEAD_DIM_V, BLOCK_N, BLOCK_DV, True)
                         lse = tl.load(LSE + row_base + offs_m, mask=offs_m < nq, other=float("inf"))
                         delta = tl.load(DELTA + row_base + offs_m, mask=offs_m < nq, other=0.0)
-                        _, ds, _ = p_and_ds(
-                            q, k, v, do, pivot_of(lse), delta, z, h, offs_m[:, None], offs_n[None, :], nq, nk,
+                        p, ds, dqk = p_and_ds(
+                            tl.dot(q, tl.trans(k)), tl.dot(do, tl.trans(v)), pivot_of(lse)[:, None], delta[:, None], z, h, offs_m[:, None], offs_n[None, :], nq, nk,
                             variant, args, mask, unit_log2, True, HAS_MASK,
                         )  # fmt: skip
                         db += ds

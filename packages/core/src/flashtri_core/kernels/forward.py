@@ -40,8 +40,8 @@ def attn_fwd_kernel(
         z, h = zh // heads, zh % heads
     else:
         h, z, start_m = packed_tile(tl.program_id(0), blocks, batch_heads, CU_Q, BLOCK_M, True)
-    q_row0, Nq, _ = span_of(CU_Q, None, z, Nq)
-    k_row0, _, Nk = span_of(CU_K, USED_K, z, Nk)
+    q_row0, Nq, q_used = span_of(CU_Q, None, z, Nq)
+    k_row0, k_rows, Nk = span_of(CU_K, USED_K, z, Nk)
     if start_m >= Nq:
         return
     zb = z if CU_Q is None else z * 0  # packed tensors have no batch axis
@@ -51,7 +51,7 @@ def attn_fwd_kernel(
     v_base = head_base(V, stride_v, zb, h // group, k_row0)
 
     # what stays: the queries and the state of the online softmax
-    q = load_rows(q_base, stride_q, offs_m, Nq, HEAD_DIM, BLOCK_D, True)  # [BLOCK_M, BLOCK_D]
+    q = load_rows(q_base, stride_q, start_m, Nq, HEAD_DIM, BLOCK_M, BLOCK_D, True)  # [BLOCK_M, BLOCK_D]
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
@@ -68,18 +68,18 @@ def attn_fwd_kernel(
         for start_n in range(first, last, BLOCK_N):
             if not HAS_MASK or any_visible(z, h, start_m, start_n, mask):
                 offs_n = start_n + tl.arange(0, BLOCK_N)
-                k = load_rows(k_base, stride_k, offs_n, Nk, HEAD_DIM, BLOCK_D, span != 1)  # [BLOCK_N, BLOCK_D]
+                k = load_rows(k_base, stride_k, start_n, Nk, HEAD_DIM, BLOCK_N, BLOCK_D, span != 1)  # [BLOCK_N, BLOCK_D]
                 s = variant.score(tl.dot(q, tl.trans(k)), args.score)  # [BLOCK_M, BLOCK_N]
                 i, j = offs_m[:, None], offs_n[None, :]
                 s = masked_scores(s, z, h, i, j, Nq, Nk, variant, args, mask, span != 1, HAS_MASK)
                 acc, m_i, l_i, p = online_softmax_step(acc, m_i, l_i, s, unit_log2)
                 p = variant.drop(p, z, h, i, j, args.drop)
-                v = load_rows(v_base, stride_v, offs_n, Nk, HEAD_DIM_V, BLOCK_DV, span != 1)  # [BLOCK_N, BLOCK_DV]
+                v = load_rows(v_base, stride_v, start_n, Nk, HEAD_DIM_V, BLOCK_N, BLOCK_DV, span != 1)  # [BLOCK_N, BLOCK_DV]
                 acc = tl.dot(p.to(v.dtype), v, acc)
 
     # once, after the loop
     o, lse = finalize(acc, m_i, l_i, unit_log2)
-    store_rows(head_base(O, stride_o, zb, h, q_row0), stride_o, offs_m, Nq, o, HEAD_DIM_V, BLOCK_DV)
+    store_rows(head_base(O, stride_o, zb, h, q_row0), stride_o, start_m, Nq, o, HEAD_DIM_V, BLOCK_M, BLOCK_DV)
     rows = zb.to(tl.int64) * stride_lse[0] + h.to(tl.int64) * stride_lse[1] + q_row0 + offs_m
     tl.store(LSE + rows, lse, mask=offs_m < Nq)
     if ROW_MAX is not None:

@@ -51,13 +51,13 @@ def finalize(acc, m_i, l_i, unit_log2):
 @jit
 def p_from_lse(s, lse_log2, unit_log2):
     """Rebuild the probabilities from the saved log-sum-exp: no running maximum is needed the second time."""
-    return tl.math.exp2(s * unit_log2 - lse_log2[:, None])  # [BLOCK_M, BLOCK_N]
+    return tl.math.exp2(s * unit_log2 - lse_log2)  # [BLOCK_M, BLOCK_N] or transposed
 
 
 @jit
 def ds_from_p(p, dp, delta):
     """Gradient of the softmax: ds = p * (dp - delta), delta the row sum of dO * O less the gradient of LSE."""
-    return p * (dp - delta[:, None])  # [BLOCK_M, BLOCK_N]
+    return p * (dp - delta)  # [BLOCK_M, BLOCK_N] or transposed
 
 
 # --8<-- [end:bwd-p-ds]

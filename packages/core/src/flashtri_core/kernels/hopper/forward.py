@@ -45,6 +45,7 @@ SLOT_FIELDS = gl.constexpr(6)  # start_m, z, h, first query row, Nq, Nk
 TURN = gl.constexpr(8)  # named barriers: TURN + w is warpgroup w's turn,
 RELEASE_K = gl.constexpr(11)  # RELEASE_K + stage and RELEASE_V + stage stand for k_empty and v_empty when there are
 RELEASE_V = gl.constexpr(13)  # two stages
+CLEARED = gl.constexpr(15)  # warpgroup 0 has cleared rows of V
 
 
 class Tiles(NamedTuple):
@@ -118,6 +119,17 @@ def next_tile(tile, COUNTER, C: gl.constexpr):
     else:
         following = tile + gl.num_programs(0)
     return following
+
+
+@gluon.jit
+def find_tile(tile, sizes, CU_Q, CU_K, USED_K, COUNTER, C: gl.constexpr):
+    """``tile``, or the first one after it that exists, and where it lies."""
+    z, h, start_m, q_row0, k_row0, Nq, Nk = locate(tile, sizes, CU_Q, CU_K, USED_K, C)
+    if C.packed:  # packed problems number a few tiles that no sequence needs
+        while (tile < sizes.num_tiles) & (start_m >= Nq):
+            tile = next_tile(tile, COUNTER, C)
+            z, h, start_m, q_row0, k_row0, Nq, Nk = locate(tile, sizes, CU_Q, CU_K, USED_K, C)
+    return tile, z, h, start_m, q_row0, k_row0, Nq, Nk
 
 
 @gluon.jit
@@ -222,7 +234,10 @@ def scores(s, row, start_n, z, h, Nq, Nk, variant, args, MASK: gl.constexpr, S_L
     s = variant.score(s, args.score)
     s = variant.alibi(s, z, h, i, j, Nq, Nk, args.alibi)
     if MASK:
-        s = gl.where(variant.keep(i, j, Nq, Nk, args.mask) & (j < Nk), s, float("-inf"))
+        keep = variant.keep(i, j, Nq, Nk, args.mask)
+        if C.past_end:
+            keep = keep & (j < Nk)
+        s = gl.where(keep, s, float("-inf"))
     return s
 
 
@@ -257,6 +272,31 @@ def rescale(acc, factor, C: gl.constexpr):
     else:
         result = (scale_rows(acc[0], factor), 0)
     return result
+
+
+@gluon.jit
+def clear_rows(tile, valid, ROWS: gl.constexpr, COLS: gl.constexpr):
+    """Set rows ``valid`` and up of a tile in shared memory to zero."""
+    PER_ROW: gl.constexpr = COLS // 8
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // PER_ROW, PER_ROW], [4, 1], [1, 0])
+    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    x = tile.load(LAYOUT)
+    tile.store(gl.where((rows < valid)[:, None], x, gl.zeros([ROWS, COLS], x.dtype, LAYOUT)))
+
+
+@gluon.jit
+def clear_foreign_keys(tiles, stage, start_n, Nk, WG: gl.constexpr, C: gl.constexpr):
+    """Zero the rows of V that lie past the sequence's end but inside the tensor.
+
+    Their probabilities are zero, but they belong to another sequence or to nobody, and 0 * NaN is NaN.
+    """
+    if Nk - start_n < C.block_n:
+        if WG == 0:
+            clear_rows(tiles.v[0].index(stage).reshape([C.block_n, C.dv]), Nk - start_n, C.block_n, C.dv)
+            if C.dv_tail > 0:
+                clear_rows(tiles.v[1].index(stage).reshape([C.block_n, C.dv_tail]), Nk - start_n, C.block_n, C.dv_tail)
+            fence_async_shared()
+        named_barrier_wait(CLEARED, 128, 128 * C.warpgroups)
 
 
 @gluon.jit
@@ -325,8 +365,10 @@ def store_masked(
     stage.store(x.to(stage.dtype))
     rows = row0 + gl.arange(0, M, layout=gl.SliceLayout(1, LAYOUT))
     cols = FIRST + gl.arange(0, COLS, layout=gl.SliceLayout(0, LAYOUT))
-    base = O + h.to(gl.int64) * stride_o[1]
-    ptrs = base + (q_row0 + rows).to(gl.int64)[:, None] * stride_o[2] + cols[None, :]
+    # strides are multiples of 8 elements (the host has checked), which the compiler needs for 16-byte stores
+    head = gl.multiple_of(h.to(gl.int64) * stride_o[1], 8)
+    line = gl.multiple_of((q_row0 + rows).to(gl.int64) * stride_o[2], 8)
+    ptrs = O + head + line[:, None] + cols[None, :]
     gl.store(ptrs, stage.load(LAYOUT), mask=(rows < Nq)[:, None] & (cols < C.head_dim_v)[None, :])
     fence_async_shared()  # the producer's next TMA load overwrites what these threads read
 
@@ -349,39 +391,43 @@ def producer(q_descs, k_descs, v_descs, CU_Q, CU_K, USED_K, COUNTER, sizes, vari
     M: gl.constexpr = C.block_m // C.warpgroups
     count = 0  # key blocks fetched
     turn = 0  # tiles fetched
-    tile = gl.program_id(0)
+    tile, z, h, start_m, q_row0, k_row0, Nq, Nk = find_tile(
+        gl.program_id(0), sizes, CU_Q, CU_K, USED_K, COUNTER, C
+    )
     while tile < sizes.num_tiles:
-        z, h, start_m, q_row0, k_row0, Nq, Nk = locate(tile, sizes, CU_Q, CU_K, USED_K, C)
-        if start_m < Nq:  # packed problems number a few tiles that no sequence needs
-            slot = turn % 2
-            mbarrier.wait(bars.slot_empty.index(slot), ((turn // 2) & 1) ^ 1)
-            write_slot(tiles.slots, slot, 0, start_m)
-            write_slot(tiles.slots, slot, 1, z)
-            write_slot(tiles.slots, slot, 2, h)
-            if C.packed or C.used:
-                write_slot(tiles.slots, slot, 3, q_row0)
-                write_slot(tiles.slots, slot, 4, Nq)
-                write_slot(tiles.slots, slot, 5, Nk)
-            mbarrier.arrive(bars.slot_full.index(slot), count=1)
-            zb = 0 if C.packed else z  # packed tensors have no batch axis
-            hk = h // sizes.group
-            first, _lo, _hi, last = key_blocks(start_m, Nq, Nk, variant, args, C)
-            q_stage = turn % C.q_stages
-            for w in gl.static_range(C.warpgroups):
-                q_full = bars.q_full.index(q_stage * C.warpgroups + w)
-                mbarrier.wait(bars.q_empty.index(q_stage * C.warpgroups + w), ((turn // C.q_stages) & 1) ^ 1)
-                row = q_row0 + start_m + w * M
-                load_rows(q_descs, zb, h, row, q_full, tiles.q, q_stage * C.warpgroups + w, M, C.d, C.d_tail)
-                if w == 0:
-                    load_k(k_descs, zb, hk, k_row0, last - 1, count, tiles, bars, C)
+        slot = turn % 2
+        mbarrier.wait(bars.slot_empty.index(slot), ((turn // 2) & 1) ^ 1)
+        write_slot(tiles.slots, slot, 0, start_m)
+        write_slot(tiles.slots, slot, 1, z)
+        write_slot(tiles.slots, slot, 2, h)
+        if C.packed or C.used:
+            write_slot(tiles.slots, slot, 3, q_row0)
+            write_slot(tiles.slots, slot, 4, Nq)
+            write_slot(tiles.slots, slot, 5, Nk)
+        mbarrier.arrive(bars.slot_full.index(slot), count=1)
+        zb = 0 if C.packed else z  # packed tensors have no batch axis
+        hk = h // sizes.group
+        row0 = k_row0
+        first, _lo, _hi, last = key_blocks(start_m, Nq, Nk, variant, args, C)
+        q_stage = turn % C.q_stages
+        for w in gl.static_range(C.warpgroups):
+            q_full = bars.q_full.index(q_stage * C.warpgroups + w)
+            mbarrier.wait(bars.q_empty.index(q_stage * C.warpgroups + w), ((turn // C.q_stages) & 1) ^ 1)
+            row = q_row0 + start_m + w * M
+            load_rows(q_descs, zb, h, row, q_full, tiles.q, q_stage * C.warpgroups + w, M, C.d, C.d_tail)
+            if w == 0:
+                load_k(k_descs, zb, hk, row0, last - 1, count, tiles, bars, C)
+        count += 1
+        # look for the next tile now: the counter's and the search's latency pass under this tile's work
+        tile, z, h, start_m, q_row0, k_row0, Nq, Nk = find_tile(
+            next_tile(tile, COUNTER, C), sizes, CU_Q, CU_K, USED_K, COUNTER, C
+        )
+        for block in range(last - 2, first - 1, -1):
+            load_k(k_descs, zb, hk, row0, block, count, tiles, bars, C)
+            load_v(v_descs, zb, hk, row0, block + 1, count - 1, tiles, bars, C)
             count += 1
-            for block in range(last - 2, first - 1, -1):
-                load_k(k_descs, zb, hk, k_row0, block, count, tiles, bars, C)
-                load_v(v_descs, zb, hk, k_row0, block + 1, count - 1, tiles, bars, C)
-                count += 1
-            load_v(v_descs, zb, hk, k_row0, first, count - 1, tiles, bars, C)
-            turn += 1
-        tile = next_tile(tile, COUNTER, C)
+        load_v(v_descs, zb, hk, row0, first, count - 1, tiles, bars, C)
+        turn += 1
     slot = turn % 2
     mbarrier.wait(bars.slot_empty.index(slot), ((turn // 2) & 1) ^ 1)
     write_slot(tiles.slots, slot, 0, -1)
@@ -465,6 +511,8 @@ def consumer(
             l_i += scale_rows(gl.full([M, 4], 0.25, gl.float32, l_i.type.layout), alpha)  # l = 1 shared by four threads
         p16 = gl.convert_layout(p.to(dtype), P_LAYOUT)
         mbarrier.wait(bars.v_full.index(k_stage), k_phase)
+        if C.packed or C.used:
+            clear_foreign_keys(tiles, k_stage, (last - 1) * C.block_n, Nk, WG, C)
         count += 1
 
         # the other key blocks: an edge, the free middle, the other edge
@@ -532,7 +580,7 @@ def barriers(number: gl.constexpr, arrivals: gl.constexpr):
 
 @gluon.jit(
     do_not_specialize=["Nq", "Nk", "blocks", "batch_heads", "head_group", "num_tiles", "heads", "group"],
-    do_not_specialize_on_alignment=["O", "LSE", "ROW_MAX", "SINK", "CU_Q", "CU_K", "USED_K", "COUNTER"],
+    do_not_specialize_on_alignment=["LSE", "ROW_MAX", "SINK", "CU_Q", "CU_K", "USED_K", "COUNTER"],
 )
 def attn_fwd_hopper(
     q_desc, q_tail, k_desc, k_tail, v_desc, v_tail, o_desc, o_tail, O, stride_o, LSE, ROW_MAX, stride_lse, SINK, CU_Q,

@@ -48,6 +48,7 @@ class ForwardConfig:
     mask_last: bool = True  # the last key block may be ragged or masked
     right_edge: bool = False  # more than one block at the end of the key range may need the mask
     left_edge: bool = False
+    past_end: bool = True  # the mask shows keys at or past Nk to rows below Nq; a causal one does not
 
 
 def columns(head_dim: int) -> tuple[int, int]:
@@ -83,6 +84,7 @@ def specialise(config: ForwardConfig, problem: Problem) -> ForwardConfig:
         mask_last=kind != "full" or not even,
         right_edge=kind != "full",
         left_edge=MASKS[kind].KV_LEFT_EDGE,
+        past_end=kind == "full" or problem.window[1] > 0,
     )
 
 
@@ -99,8 +101,6 @@ def problem_reason(problem: Problem, device: torch.device) -> str:
         return "dropout_p > 0 runs on the plain kernel: Philox, not the tensor cores, is the bottleneck there"
     if problem.bias or problem.mask:
         return "attn_bias and attn_mask run on the plain kernel: their tiles are read from memory score by score"
-    if problem.varlen or problem.seqused:
-        return "packed sequences and seqused_k run on the plain kernel"
     if not (0 < problem.head_dim <= 256 and 0 < problem.head_dim_v <= 256):
         return f"head dimensions {problem.head_dim} and {problem.head_dim_v} are outside 1..256"
     if problem.head_dim % 8 or problem.head_dim_v % 8:

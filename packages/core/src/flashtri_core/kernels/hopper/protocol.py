@@ -198,7 +198,7 @@ def consumer(m: Machine, w: int) -> Role:
     while True:
         slot = tile % 2
         yield from m.slot_full[slot].wait((tile // 2) & 1)
-        number, n = m.slots[slot]
+        number, n = m.slots[slot] or (None, 0)
         expect(number, tile)
         if n < 0:
             break

@@ -1,0 +1,139 @@
+"""Compile kernels for a GPU that is not there, and read what the compiler made of them.
+
+A stub driver stands in for the device; launches become compilations. Shared memory, registers, spills and warnings come
+from Triton's metadata and from the ptxas that Triton ships.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from ..target import SHARED_MEMORY, Target
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One compiled kernel: its name, resources, and ptxas's own words."""
+
+    name: str
+    capability: int
+    shared: int  # bytes of shared memory per program
+    registers: int
+    spill_bytes: int  # stored and loaded
+    warnings: tuple[str, ...]
+    ptx: str = field(repr=False)
+
+    @property
+    def serialized_wgmma(self) -> bool:
+        """ptxas gave up overlapping the tensor-core instructions of Hopper (its warnings C7510 to C7514)."""
+        return any("wgmma" in w.lower() and "serializ" in w.lower() for w in self.warnings)
+
+
+class _Utils:
+    """The few driver calls that compilation asks for."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {
+            "max_shared_mem": self.target.shared_memory, "multiprocessor_count": self.target.multiprocessors,
+            "max_num_regs": 65536, "warpSize": 32, "sm_clock_rate": 1, "mem_clock_rate": 1, "mem_bus_width": 1,
+        }  # fmt: skip
+
+    def load_binary(self, *args: Any) -> tuple[int, int, int, int, int]:
+        return 0, 0, 0, 0, 1024
+
+    def set_printf_fifo_size(self, *args: Any) -> None:
+        """Nothing to set."""
+
+
+class StubDriver:
+    """Enough of Triton's driver interface to compile; it never launches."""
+
+    def __init__(self, target: Target) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        self.utils = _Utils(target)
+        self._target = GPUTarget("cuda", target.capability, 32)
+        self.launcher_cls = lambda src, metadata: lambda *args, **kwargs: None
+
+    def get_current_device(self) -> int:
+        return int(self._target.arch)  # Triton caches per device number: one number per architecture
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        return self._target
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @staticmethod
+    def is_active() -> bool:
+        return True
+
+
+def resources(kernel: Any, capability: int) -> Compiled:
+    """Assemble a compiled kernel's PTX with ``ptxas -v`` and read its report."""
+    import triton
+
+    suffix = "a" if capability >= 90 else ""
+    ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    if capability >= 100 and ptxas.with_name("ptxas-blackwell").exists():
+        ptxas = ptxas.with_name("ptxas-blackwell")
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as handle:
+        handle.write(kernel.asm["ptx"])
+        handle.flush()
+        command = [str(ptxas), "-v", f"--gpu-name=sm_{capability}{suffix}", handle.name, "-o", "/dev/null"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    report = done.stderr
+    if done.returncode:
+        raise RuntimeError(report)
+    spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill", report))
+    registers = [int(n) for n in re.findall(r"Used (\d+) registers", report)]
+    warnings = tuple(line for line in report.splitlines() if "warning" in line.lower() or "C75" in line)
+    name = kernel.metadata.name
+    return Compiled(name, capability, kernel.metadata.shared, max(registers), spills, warnings, kernel.asm["ptx"])
+
+
+@contextmanager
+def compile_only(capability: int) -> Iterator[list[tuple[Any, Any]]]:
+    """Inside, launches of the plain kernels on CPU tensors compile for ``capability`` and are appended to the list.
+
+    Yields:
+        A list of (compiled kernel, config) in launch order.
+    """
+    from triton.runtime import driver
+
+    from ..kernels import launch
+
+    target = Target(capability, SHARED_MEMORY[capability])
+    found: list[tuple[Any, Any]] = []
+
+    def compile_instead(self: Any, *args: Any) -> None:
+        config = self.config
+        options = {} if config is None else {"num_warps": config.num_warps, "num_stages": config.num_stages}
+        found.append((self.kernel.warmup(*args, *self.constexprs, grid=(1,), **options), config))
+
+    with (
+        mock.patch.object(launch.Launch, "__call__", compile_instead),
+        mock.patch.object(launch, "target_of", lambda device: target),
+    ):
+        previous = driver._active
+        driver.set_active(StubDriver(target))  # type: ignore[arg-type]
+        try:
+            yield found
+        finally:
+            driver._active = previous
