@@ -3,6 +3,7 @@
 import copy
 
 import pytest
+import torch
 
 from flashtri_bench import results
 from flashtri_bench.cases import BY_ID, SUITES
@@ -14,12 +15,12 @@ RUN = {
     "dirty": False,
     "command": "flashtri-bench run",
     "environment": {
-        "device": "cuda", "gpu": "Test GPU", "sm": "9.0", "driver": "1", "cuda": "13.0", "cudnn": "9", "torch": "2.11.0",
-        "triton": "3.6.0", "python": "3.12.0", "peers": {"fa4": "4.0"},
+        "device": "cuda", "gpu": "Test GPU", "sm": "9.0", "driver": "1", "cuda": "13.0", "cudnn": "9",
+        "torch": "2.11.0", "triton": "3.6.0", "python": "3.12.0", "peers": {"fa4": "4.0"},
     },
     "protocol": {
-        "timer": "cuda_event", "l2_flush_bytes": 1 << 28, "order": "interleaved", "statistic": "median", "flops": "exact",
-        "smoke": False,
+        "timer": "cuda_event", "l2_flush_bytes": 1 << 28, "order": "interleaved", "statistic": "median",
+        "flops": "exact", "smoke": False,
     },
     "ceilings": {"copy_tb_s": 4.0, "matmul_tflops": {"bf16": 700.0}},
 }  # fmt: skip
@@ -67,6 +68,15 @@ def document(run=RUN, factor=1.0):
     return results.normalised({"schema_version": 1, "runs": [run], "rows": rows, "skipped": skips})
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    """Problems of these sizes are slower on several threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def good():
     """A document that may be committed."""
@@ -76,4 +86,6 @@ def good():
 @pytest.fixture
 def make():
     """The functions above, for tests that build their own."""
-    return type("Make", (), {"row": staticmethod(row), "document": staticmethod(document), "run": RUN, "spread": spread})
+    return type(
+        "Make", (), {"row": staticmethod(row), "document": staticmethod(document), "run": RUN, "spread": spread}
+    )

@@ -26,7 +26,9 @@ def test_a_regression_is_flagged_and_an_improvement_is_not_one(good):
     (found,) = compare(good, slow(good, 1.10)).regressions
     assert found.name[1:4] == ("grid-d64-full-n512", "fwd", "flashtri")
     assert found.relative == pytest.approx(1.10, rel=0.01)
-    assert "REGRESSION: grid-d64-full-n512 fwd flashtri bf16 on Test GPU: +10.0%" in describe(compare(good, slow(good, 1.1)))
+    assert "REGRESSION: grid-d64-full-n512 fwd flashtri bf16 on Test GPU: +10.0%" in describe(
+        compare(good, slow(good, 1.1))
+    )
     outcome = compare(good, slow(good, 0.85))
     assert outcome.regressions == []
     assert len(outcome.improvements) == 1

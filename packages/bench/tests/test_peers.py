@@ -1,3 +1,4 @@
+import dataclasses
 import sys
 import types
 
@@ -7,7 +8,7 @@ import torch
 from flashtri_bench.cases import BY_ID, SUITES, Case
 from flashtri_bench.checks import Reference
 from flashtri_bench.inputs import draw
-from flashtri_bench.peers import PEERS, Flashtri, FlashAttn
+from flashtri_bench.peers import PEERS, FlashAttn, Flashtri
 
 SMALL = Case("x", "x", 2, 4, 4, 40, 40, 16, 16, causal=True)
 
@@ -21,13 +22,13 @@ def assert_right(peer, case):
 @pytest.mark.parametrize("name", ["flashtri", "torch-flash", "torch-math", "eager"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_cpu_peers_are_right(name, causal):
-    import dataclasses
-
     assert_right(PEERS[name], dataclasses.replace(SMALL, causal=causal))
 
 
-FLEX = ["features-window1024", "features-varlen22", "features-softcap30", "features-sink", "features-alibi",
-        "features-bias-n4096", "gqa-h32-8-n8192", "models-whisper-cross-n448-1500", "models-deepseek-v3-n4096"]  # fmt: skip
+FLEX = [
+    "features-window1024", "features-varlen22", "features-softcap30", "features-sink", "features-alibi",
+    "features-bias-n4096", "gqa-h32-8-n8192", "models-whisper-cross-n448-1500", "models-deepseek-v3-n4096",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FLEX)
@@ -93,8 +94,6 @@ def test_flash_attn_packages_are_called_in_their_own_layout(name, tuple_out, mon
 
 
 def test_unbounded_window_is_none_for_flash_attn_4_and_minus_one_before(monkeypatch):
-    import dataclasses
-
     case = dataclasses.replace(SMALL, causal=False, window=(-1, 3))
     for module, unbounded in (("flash_attn.cute", None), ("flash_attn_interface", -1)):
         seen = []
@@ -113,7 +112,7 @@ def test_a_missing_keyword_is_a_reason(monkeypatch):
 
 @pytest.mark.parametrize("name", list(PEERS))
 def test_nothing_is_copied_inside_the_timed_call(name, monkeypatch):
-    """A copy inside the timed call charges a peer for another's convention: what it gets must be storage made before."""
+    """A copy inside the timed call charges a peer for another's convention: it must get storage made before."""
     seen = []
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     for module in ("flash_attn.cute", "flash_attn", "flash_attn_interface"):
@@ -160,8 +159,6 @@ def test_deterministic_is_asked_for():
 
 
 def test_outlier_inputs_have_outliers_and_layouts_share_values():
-    import dataclasses
-
     inputs = draw(dataclasses.replace(SMALL, batch=8, heads_q=16, heads_kv=16, inputs="outlier"), torch.float32, "cpu")
     assert inputs.q.abs().max() > 8
     assert draw(SMALL, torch.float32, "cpu").q.abs().max() < 8

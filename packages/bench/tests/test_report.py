@@ -81,7 +81,9 @@ def test_plots_are_images_with_error_bars_and_out_of_memory_marks(good, tmp_path
     text = " ".join(speed.itertext())
     for label in ("Forward, bf16, head dim 64, causal", "flashtri", "FA2 (torch flash)", "16k", "TFLOP/s"):
         assert label in text
-    bars = [p for p in speed.iter("{http://www.w3.org/2000/svg}path") if re.fullmatch(r"M[\d.]+ [\d.]+V[\d.]+", p.get("d"))]
+    bars = [
+        p for p in speed.iter("{http://www.w3.org/2000/svg}path") if re.fullmatch(r"M[\d.]+ [\d.]+V[\d.]+", p.get("d"))
+    ]
     assert len(bars) == 3 * 6
     assert "eager (ordinary attention): out of memory" in paths["memory-bf16.svg"].read_text()
     assert report.plots(empty()) == {}

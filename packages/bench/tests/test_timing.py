@@ -103,7 +103,7 @@ def test_host_time_counts_calls_not_rounds():
 def test_a_peer_that_never_finishes_is_named(monkeypatch):
     clock = CudaClock.__new__(CudaClock)
     clock.timeout_s = 0.01
-    with pytest.raises(HangError, match="flex did not finish within 0.01 s") as raised:
+    with pytest.raises(HangError, match=r"flex did not finish within 0\.01 s") as raised:
         clock._poll(types.SimpleNamespace(query=lambda: False), "flex")
     assert raised.value.peer == "flex"
 

@@ -256,7 +256,7 @@ class _AtenFlash(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu: Tensor | None, longest: tuple[int, int], causal: bool,
         window: tuple[int | None, int | None], dropout: float,
-    ) -> Tensor:  # fmt: skip
+    ) -> Any:  # fmt: skip
         out, lse, rng, unused, _ = torch.ops.aten._flash_attention_forward(
             q, k, v, cu, cu, *longest, dropout, causal, False, window_size_left=window[0], window_size_right=window[1]
         )

@@ -6,6 +6,7 @@ again without that peer. Results are written after every case, so a run that is 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -17,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 from . import results
 from .cases import BY_ID, Case
@@ -57,6 +58,8 @@ class Worker:
         compile_threads: Compiler processes that the worker may start.
     """
 
+    command: ClassVar[list[str]] = [sys.executable, "-m", "flashtri_bench.worker"]
+
     def __init__(
         self, inbox: queue.Queue[tuple[Worker, Event | None]], threads: int | None, compile_threads: int
     ) -> None:
@@ -65,7 +68,7 @@ class Worker:
             env["FLASHTRI_BENCH_THREADS"] = str(threads)
         self.inbox = inbox
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "flashtri_bench.worker"],
+            self.command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=None if os.environ.get("FLASHTRI_BENCH_VERBOSE") else subprocess.DEVNULL,
@@ -75,7 +78,8 @@ class Worker:
         self.peer: str | None = None
         self.what = "starting"
         self.heard = time.monotonic()
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     def _read(self) -> None:
         assert self.process.stdout is not None
@@ -100,9 +104,14 @@ class Worker:
             self.peer, self.what = event["peer"], event["what"]
 
     def stop(self) -> None:
-        """End the process."""
+        """End the process, whether or not it has ended."""
         self.process.kill()
         self.process.wait()
+        self._reader.join()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
 
 
 @dataclass
@@ -203,6 +212,7 @@ class Run:
                 continue  # the last words of one that was stopped
             if event is None:
                 code = worker.process.wait()
+                worker.stop()
                 raise Stopped(worker.peer, f"the process died (exit code {code}) in {worker.what}")
             if event["event"] == "fault":
                 reason, peer = event["reason"], event["peer"] or worker.peer
@@ -320,39 +330,51 @@ class Run:
 
     def _measure(self, unit: Unit) -> None:
         """Measure one case, again without a peer that stopped the worker."""
-        case, peers = BY_ID[unit.case], list(unit.peers)
+        peers, record = list(unit.peers), self.record
         rows: list[results.Row] = []
         skips: list[results.Row] = []
         while peers:
             try:
-                answer = self._ask(
-                    {"do": "measure", "unit": dataclasses.asdict(dataclasses.replace(unit, peers=tuple(peers)))}
-                )
+                left = dataclasses.replace(unit, peers=tuple(peers))
+                answer = self._ask({"do": "measure", "unit": dataclasses.asdict(left)})
             except Stopped as stopped:
                 blamed = [stopped.peer] if stopped.peer in peers else peers
                 self.progress.note(f"{unit.case}: {', '.join(blamed)}: {stopped.reason}")
-                skips += [self._skip(unit, op, peer, stopped.reason) for peer in blamed for op in unit.ops]
+                skips += [skip_row(unit, record, op, peer, stopped.reason) for peer in blamed for op in unit.ops]
                 peers = [p for p in peers if p not in blamed]
                 continue
-            rows += [self._row(unit, case, e["row"]) for e in answer if e["event"] == "row"]
-            skips += [self._skip(unit, e["op"], e["impl"], e["reason"]) for e in answer if e["event"] == "skip"]
+            rows, more = rows_and_skips(unit, record, answer)
+            skips += more
             break
-        self.document = results.add(self.document, rows, skips, self.record)
+        self.document = results.add(self.document, rows, skips, record)
         self.save(self.document)
 
-    def _identity(self, unit: Unit) -> dict[str, Any]:
-        return {"run": self.record["id"], "suite": BY_ID[unit.case].suite, "case": unit.case, "dtype": unit.dtype}
 
-    def _skip(self, unit: Unit, op: str, peer: str, reason: str) -> results.Row:
-        return self._identity(unit) | {"op": op, "impl": peer, "reason": reason}
+def identity(unit: Unit, record: dict[str, Any]) -> dict[str, Any]:
+    """The fields that say which case and run a row or a skip belongs to."""
+    return {"run": record["id"], "suite": BY_ID[unit.case].suite, "case": unit.case, "dtype": unit.dtype}
 
-    def _row(self, unit: Unit, case: Case, row: Event) -> results.Row:
-        """A worker's measurement with everything that the parent knows about it."""
-        problem = case.smoke() if unit.smoke else case
-        full = self._identity(unit) | results.describe(problem) | row
-        if row["metric"] == "time" and row["op"] != "step":
-            full |= results.timed(problem, row["op"], unit.dtype, row["time_ms"], self.record["ceilings"])
-        return full
+
+def skip_row(unit: Unit, record: dict[str, Any], op: str, peer: str, reason: str) -> results.Row:
+    """A skip of the schema."""
+    return identity(unit, record) | {"op": op, "impl": peer, "reason": reason}
+
+
+def full_row(unit: Unit, record: dict[str, Any], row: Event) -> results.Row:
+    """A worker's measurement with everything that the run and the case add to it."""
+    full = identity(unit, record) | results.describe(unit.problem) | row
+    if row["metric"] == "time" and row["op"] != "step":
+        full |= results.timed(unit.problem, row["op"], unit.dtype, row["time_ms"], record["ceilings"])
+    return full
+
+
+def rows_and_skips(
+    unit: Unit, record: dict[str, Any], events: Sequence[Event]
+) -> tuple[list[results.Row], list[results.Row]]:
+    """What a worker's events add to the document."""
+    rows = [full_row(unit, record, e["row"]) for e in events if e["event"] == "row"]
+    skips = [skip_row(unit, record, e["op"], e["impl"], e["reason"]) for e in events if e["event"] == "skip"]
+    return rows, skips
 
 
 def _kind(case: Case) -> tuple[object, ...]:
