@@ -201,4 +201,4 @@ def minimums(session: nox.Session) -> None:
 @nox.session(venv_backend="none", default=False)
 def tune(session: nox.Session) -> None:
     """Search the kernels' configurations on this GPU and write the winners to configs/*.json."""
-    session.run(environment(session), "-m", "flashtri_core.tuning", *session.posargs, env=ENV)
+    session.run(environment(session), "-m", "flashtri_core.tune", *session.posargs, env=ENV)

@@ -1,16 +1,15 @@
-"""Tile sizes as data. ``choose`` is deterministic and needs no GPU; ``tune`` measures and writes the table.
+"""Tile sizes as data. ``choose`` is deterministic and needs no GPU; ``flashtri_core.tune`` measures and writes a table.
 
 ``configs/<arch>.json`` holds, per kernel, rules tried in order; the first whose conditions hold and whose tiles fit the
-device's shared memory wins. A table written by ``tune`` in the user's cache folder goes before the shipped one.
+device's shared memory wins. A table that ``tune`` wrote into the user's cache folder goes before the shipped one.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import tempfile
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -74,17 +73,24 @@ def cache_path(target: Target) -> Path:
 
 
 @lru_cache(maxsize=None)
-def _tuned(path: Path) -> dict[str, list[dict[str, Any]]]:
+def read_table(path: Path) -> dict[str, list[dict[str, Any]]]:
+    """A tuned table; empty when there is none or it cannot be read, since the shipped one then serves."""
     try:
-        return json.loads(path.read_text())
+        table = json.loads(path.read_text())
     except (OSError, ValueError):
         return {}
+    return table if isinstance(table, dict) else {}
+
+
+def forget() -> None:
+    """Read tuned tables anew from now on."""
+    read_table.cache_clear()
 
 
 def rules(kernel: str, target: Target) -> Iterator[dict[str, Any]]:
     """All rules for a kernel in the order they are tried: tuned, this arch, the arch's family, the default."""
     if not target.interpreted:
-        yield from _tuned(cache_path(target)).get(kernel, [])
+        yield from read_table(cache_path(target)).get(kernel, [])
         yield from _shipped(target.name).get(kernel, [])
     yield from _shipped("interpreter" if target.interpreted else "default").get(kernel, [])
 
@@ -116,52 +122,3 @@ def head_group(problem: Problem) -> int:
         return 1
     per_head = 2 * problem.seqlen_k * (problem.head_dim + problem.head_dim_v)
     return max(1, min(problem.batch * problem.heads_q, L2_BYTES // max(per_head, 1)))
-
-
-def candidates(kernel: str, problem: Problem, target: Target) -> list[Config]:
-    """Every config worth timing: powers of two that fit, never an empty list when ``choose`` succeeds."""
-    found = [
-        Config(m, n, warps, stages)
-        for m in (64, 128)
-        for n in (32, 64, 128)
-        for warps in (4, 8)
-        for stages in (2, 3, 4)
-        if not (warps == 8 and m * n < 64 * 64)
-    ]
-    fitting = [c for c in found if shared_bytes(kernel, c, problem) <= target.shared_memory]
-    shipped = choose(kernel, problem, target)
-    return [shipped, *(c for c in fitting if c != shipped)]
-
-
-def tune(
-    kernel: str, problem: Problem, target: Target, measure: Callable[[Config], float | None]
-) -> tuple[Config, dict[Config, float]]:
-    """Time every candidate with ``measure`` (milliseconds, or None if it fails or is wrong) and record the best.
-
-    The table is written with an atomic rename, so that several processes may tune at once.
-    """
-    times = {c: t for c in candidates(kernel, problem, target) if (t := measure(c)) is not None}
-    if not times:
-        raise RuntimeError(f"no {kernel} config ran correctly for {problem}")
-    best = min(times, key=lambda c: times[c])
-    rule = {
-        "when": {
-            "max_head_dim": max(block_of(problem.head_dim), block_of(problem.head_dim_v)),
-            "mask": problem.mask_kind,
-            "max_seqlen": max(problem.seqlen_q, problem.seqlen_k),
-            "features": [f for f in problem.features if f not in ("causal", "window", "gqa")],
-        },
-        "config": asdict(best),
-    }
-    path = cache_path(target)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    _tuned.cache_clear()
-    table = dict(_tuned(path))
-    kept = [r for r in table.get(kernel, []) if r["when"] != rule["when"]]
-    narrow = lambda r: (-len(r["when"]["features"]), r["when"]["max_head_dim"], r["when"]["max_seqlen"])  # noqa: E731
-    table[kernel] = sorted([*kept, rule], key=narrow)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as handle:
-        json.dump(table, handle, indent=1, sort_keys=True)
-    os.replace(handle.name, path)
-    _tuned.cache_clear()
-    return best, times
