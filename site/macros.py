@@ -91,12 +91,12 @@ def define_env(env: Any) -> None:
         tile = footprint.human(128 * 64 * 2)
         return (
             f'<div class="ft-contrast"><div><h2>Ordinary attention writes</h2>'
-            f'<p class="ft-huge" id="contrast-ordinary">{footprint.human(long.score_matrix)}</p>{ordinary}'
+            f'<p class="ft-huge" id="contrast-ordinary">{footprint.human(long.score_matrix)}</p><div class="ft-scaled">{ordinary}'
             f"<p>of score matrix to main memory, per head, at {long.seqlen:,} tokens in fp16. Then it reads it back, "
-            f"writes as much again, and reads that.</p></div>"
-            f'<div><h2>These kernels write</h2><p class="ft-huge" id="contrast-ours">0 B</p>{ours}'
+            f"writes as much again, and reads that.</p></div></div>"
+            f'<div><h2>These kernels write</h2><p class="ft-huge" id="contrast-ours">0 B</p><div class="ft-scaled">{ours}'
             f"<p>of it. The amber speck is one 128 × 64 tile to the same scale: {tile} that live on chip and are thrown "
-            f"away. What survives is L, {footprint.human(4 * long.seqlen)}: one number per row.</p></div></div>"
+            f"away. What survives is L, {footprint.human(4 * long.seqlen)}: one number per row.</p></div></div></div>"
         )
 
     @env.macro

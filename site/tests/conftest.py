@@ -6,5 +6,5 @@ import sys
 from pathlib import Path
 
 SITE = Path(__file__).parents[1]
-for folder in (SITE / "steps", SITE / "tools"):
+for folder in (SITE / "steps", SITE / "tools", SITE / "tests"):
     sys.path.insert(0, str(folder))

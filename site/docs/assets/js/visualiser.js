@@ -274,14 +274,16 @@
       else if (event.key === "Home") { playing = false; restart(); }
       else return;
       event.preventDefault();
+      event.stopPropagation(); // the theme reads "." as "next page"
     });
   }
   new MutationObserver(() => active().forEach((grid) => grid.draw())).observe(document.body, { attributeFilter: ["data-md-color-scheme"] });
   if (calm.matches) control.speed.value = control.speed.min;
 
   put("speed", control.speed.value);
-  grids.forward.picked = 5;
-  grids.dkdv.picked = grids.dq.picked = 2;
+  grids.forward.picked = 13;
+  grids.dkdv.picked = 1;
+  grids.dq.picked = 13;
   reset();
   for (let i = 0; i < 5; i++) step();
   paint();

@@ -1,0 +1,50 @@
+"""A results document with made-up figures, for driving the benchmark page in tests. Never written to results.json."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flashtri_bench import results
+from flashtri_bench.cases import SUITES
+
+RUN = {
+    "id": "20260101T000000Z-test",
+    "started_at": "2026-01-01T00:00:00Z",
+    "commit": "0123456",
+    "dirty": False,
+    "command": "a test",
+    "environment": {
+        "device": "cuda", "gpu": "Imaginary GPU", "sm": "9.0", "driver": "1", "cuda": "1", "cudnn": "1", "torch": "1",
+        "triton": "1", "python": "3", "peers": {},
+    },
+    "protocol": {"timer": "cuda_event", "l2_flush_bytes": 1, "order": "o", "statistic": "s", "flops": "f", "smoke": False},
+    "ceilings": {"copy_tb_s": 2.0, "matmul_tflops": {"bf16": 500.0}},
+}  # fmt: skip
+CHECK = {"ok": True, "max_err": 0.0, "budget": 1.0, "ratio": 1.0}
+
+
+def document() -> dict[str, Any]:
+    """Rows for the time, memory and error charts: two implementations each."""
+    rows: list[dict[str, Any]] = []
+
+    def add(case: Any, op: str, impl: str, metric: str, **figures: Any) -> None:
+        row = {"run": RUN["id"], "suite": case.suite, "case": case.id, "op": op, "impl": impl, "dtype": "bf16", "metric": metric}
+        rows.append({**row, **results.describe(case), "resolved": None, "check": CHECK, **figures})
+
+    for case in SUITES["grid"]:
+        for op in case.ops:
+            for impl, rate in (("flashtri", 400e9), ("sdpa-flash", 300e9)):
+                p50 = results.flops(case, op) / rate
+                time_ms = {"p20": p50 * 0.9, "p50": p50, "p80": p50 * 1.1, "rounds": 9}
+                add(case, op, impl, "time", **results.timed(case, op, "bf16", time_ms, RUN["ceilings"]))
+    for case in SUITES["memory"]:
+        for impl, each in (("flashtri", 1 << 20), ("eager", case.seqlen_q << 10)):
+            full = case.seqlen_q * each > 8 << 34
+            peak = None if full else case.seqlen_q * each
+            memory = {"oom": full, "cap_bytes": 8 << 34, "peak_bytes": peak, "extra_bytes": peak}
+            add(case, "fwd_bwd", impl, "memory", memory=memory)
+    for case in SUITES["errors"]:
+        part = {"max": 1e-3, "mean": 1e-4, "rmse": 2e-4}
+        error = {"inputs": case.inputs, "out": part, "dq": part, "dk": part, "dv": part}
+        add(case, "fwd_bwd", "flashtri", "error", error=error)
+    return results.normalised({"schema_version": 1, "runs": [RUN], "rows": rows, "skipped": []})

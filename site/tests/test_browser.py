@@ -1,0 +1,439 @@
+"""The built site in headless Chromium: it works, it is quiet, it is accessible, and it asks nobody else for anything."""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import http.server
+import json
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+SITE = Path(os.environ.get("FLASHTRI_SITE", ROOT / "build" / "site"))
+PREFIX = "/some/sub/path/"  # where the site is served: it must not care
+AXE = (HERE / "vendor" / "axe" / "axe.min.js").read_text(encoding="utf-8")
+PAGES = sorted(str(page.parent.relative_to(SITE)) for page in SITE.rglob("index.html"))
+
+pytestmark = pytest.mark.browser
+
+
+class Handler(http.server.SimpleHTTPRequestHandler):
+    """Serves the site under PREFIX, with gzip as a static host does, and counts what it sends."""
+
+    sent = 0
+
+    def do_GET(self) -> None:
+        path = self.path.split("?")[0]
+        if not path.startswith(PREFIX):
+            self.send_error(404)
+            return
+        file = SITE / path.removeprefix(PREFIX)
+        file = file / "index.html" if file.is_dir() else file
+        if not file.is_file():
+            self.send_error(404)
+            return
+        body = file.read_bytes()
+        self.send_response(200)
+        self.send_header("Content-Type", self.guess_type(str(file)))
+        if file.suffix in (".html", ".css", ".js", ".json", ".svg", ".xml"):
+            body = gzip.compress(body)
+            self.send_header("Content-Encoding", "gzip")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+        type(self).sent += len(body)
+
+    def log_message(self, *args: Any) -> None:
+        """Stay quiet."""
+
+
+@pytest.fixture(scope="module")
+def base() -> Iterator[str]:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}{PREFIX}"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    from playwright.sync_api import sync_playwright
+
+    path = os.environ.get("FLASHTRI_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+    assert path, "no Chromium: install one (Debian: apt-get install chromium) or set FLASHTRI_CHROMIUM"
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--headless"])
+        yield chromium
+        chromium.close()
+
+
+class Watch:
+    """A page whose console, failed requests and requests to other hosts are noted."""
+
+    def __init__(self, browser: Browser, base: str, width: int = 1440, scheme: str = "light", **options: Any) -> None:
+        self.base, self.trouble = base, []
+        self.context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme, **options)
+        self.context.route(lambda url: not url.startswith((base, "data:", "blob:")), self.outside)
+        self.page: Page = self.context.new_page()
+        self.page.on("console", lambda m: self.trouble.append(f"console {m.type}: {m.text}") if m.type in ("error", "warning") else None)
+        self.page.on("pageerror", lambda error: self.trouble.append(f"error: {error}"))
+        self.page.on("response", lambda r: self.trouble.append(f"{r.status} {r.url}") if r.status >= 400 else None)
+
+    def outside(self, route: Any) -> None:
+        self.trouble.append(f"request to another host: {route.request.url}")
+        route.abort()
+
+    def open(self, page: str) -> Page:
+        self.page.goto(self.base + ("" if page in ("", ".") else f"{page}/"), wait_until="load")
+        return self.page
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self.context.close()
+        if exc[0] is None:
+            assert self.trouble == []
+
+
+@pytest.fixture
+def watch(browser: Browser, base: str) -> Iterator[Watch]:
+    with Watch(browser, base) as watched:
+        yield watched
+
+
+def test_the_site_is_there() -> None:
+    assert len(PAGES) >= 30, f"{SITE} holds {len(PAGES)} pages: run site/tools/build.py first"
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1440, "light"), (360, "dark")])
+def test_every_page_is_quiet_fits_and_is_accessible(browser: Browser, base: str, width: int, scheme: str) -> None:
+    problems = []
+    with Watch(browser, base, width, scheme, reduced_motion="reduce") as watched:
+        for name in PAGES:
+            page = watched.open(name)
+            page.wait_for_function("document.fonts.status === 'loaded'")
+            over = page.evaluate("document.documentElement.scrollWidth - innerWidth")
+            if over > 0:
+                problems.append(f"{name}: {over} px too wide at {width}")
+            if not page.evaluate("!!document.querySelector('main h1')?.textContent.trim()"):
+                problems.append(f"{name}: no heading")
+            page.evaluate(AXE)
+            found = page.evaluate("axe.run({runOnly: ['wcag2a', 'wcag2aa', 'wcag21a', 'wcag21aa', 'wcag22aa'], resultTypes: ['violations']})")
+            for violation in found["violations"]:
+                nodes = [f"{n['target']}: {n['failureSummary'].splitlines()[-1].strip()}" for n in violation["nodes"][:3]]
+                problems.append(f"{name} ({scheme}): {violation['id']} x{len(violation['nodes'])} {nodes}")
+    assert problems == []
+
+
+def test_home_page_weighs_less_than_500_kb(browser: Browser, base: str) -> None:
+    Handler.sent = 0
+    with Watch(browser, base) as watched:
+        watched.open("").wait_for_load_state("networkidle")
+    assert 50_000 < Handler.sent < 500_000, Handler.sent
+
+
+def test_home_says_what_the_arithmetic_says(watch: Watch) -> None:
+    page = watch.open("")
+    assert page.inner_text("#contrast-ordinary") == "128 MiB"
+    assert page.inner_text("#contrast-ours") == "0 B"
+    assert "bf16" in page.inner_text(".ft-facts")
+    button = page.locator("#hero button")
+    assert button.inner_text() == "Pause"
+    button.click()
+    assert button.inner_text() == "Play"
+
+
+# ---------------------------------------------------------------------------------------------------- visualiser
+
+
+def vis(watch: Watch) -> Page:
+    page = watch.open("visualiser")
+    page.wait_for_selector("#visualiser[data-ready=true]")
+    return page
+
+
+def read(page: Page, name: str) -> str:
+    return page.inner_text(f"[data-out={name}]").strip()
+
+
+def slide(page: Page, name: str, value: int) -> None:
+    page.locator(f"[data-control={name}]").evaluate(f"node => {{ node.value = {value}; node.dispatchEvent(new Event('input')); }}")
+
+
+@pytest.mark.parametrize("mask", ["full", "causal", "window", "band"])
+def test_visualiser_runs_to_the_end_and_is_exact(watch: Watch, mask: str) -> None:
+    page = vis(watch)
+    page.select_option("[data-control=mask]", mask)
+    counts = [int(read(page, f"n-{name}")) for name in ("now", "done", "waiting", "skipped")]
+    assert counts[:2] == [0, 0]
+    assert sum(counts) == 16 * 16
+    waiting = counts[2]
+    slide(page, "sms", 32)
+    for _ in range(17):
+        page.click("#step")
+        if read(page, "n-waiting") == "0" and read(page, "n-now") == "0":
+            break
+    assert int(read(page, "n-done")) == waiting
+    assert read(page, "compared") == "16 of 16 rows finished"
+    assert 0 < page.evaluate("flashtri.visualiser.worst") < 2e-6
+    assert read(page, "where").startswith("finished") or read(page, "where").startswith("resident")
+    assert read(page, "lse").lstrip("−").replace(".", "").isdigit()
+
+
+def test_page_mask_agrees_with_the_kernels_eager_twin(watch: Watch) -> None:
+    import torch
+    from flashtri_core.variants import MASKS
+    from flashtri_core.variants.window import normalise
+
+    page = vis(watch)
+    i, j = torch.arange(300)[:, None], torch.arange(300)[None, :]
+    for given, kind, sides in (([-1, -1], "full", (-1, -1, False)), ([-1, 0], "causal", (-1, -1, True)), ([255, 0], "window", (255, 0, True)), ([128, 128], "window", (128, 128, False))):
+        want = MASKS[kind].keep_eager(i, j, 300, 300, *normalise(*sides)).sum(1).tolist()
+        got = page.evaluate(
+            """window => {
+                const head = new flashtri.Head(300, 1, window);
+                return Array.from({length: 300}, (_, i) => Array.from({length: 300}, (_, j) => head.sees(i, j)).filter(Boolean).length);
+            }""",
+            given,
+        )
+        assert got == want, given
+
+
+def test_visualiser_gradients_add_up_to_the_dense_ones(watch: Watch) -> None:
+    """dQ of a row and dK, dV of a key, tile by tile in the page, against the formulas in torch."""
+    import torch
+
+    page = vis(watch)
+    got = page.evaluate(
+        """() => {
+            const head = new flashtri.Head(128, 8, [-1, 0]);
+            const dq = new flashtri.QueryGradient(head, 70), dkv = new flashtri.KeyGradient(head, 33);
+            for (let at = 0; at < 128; at += 32) { dq.step(at, at + 32); dkv.step(at, at + 32); }
+            const list = (x) => Array.from(x);
+            return {q: list(head.q), k: list(head.k), v: list(head.v), dO: list(head.dO), dq: list(dq.sums[0]), dk: list(dkv.sums[0]), dv: list(dkv.sums[1])};
+        }"""
+    )
+    q, k, v, do = (torch.tensor(got[n], dtype=torch.float64).view(128, 8).requires_grad_() for n in ("q", "k", "v", "dO"))
+    s = (q @ k.T * 8**-0.5).masked_fill(torch.ones(128, 128).triu(1).bool(), -torch.inf)
+    (s.softmax(1) @ v).backward(do.detach())
+    for name, want in (("dq", q.grad[70]), ("dk", k.grad[33]), ("dv", v.grad[33])):
+        torch.testing.assert_close(torch.tensor(got[name], dtype=torch.float64), want, rtol=1e-4, atol=1e-5)
+
+
+def test_visualiser_plays_pauses_and_restarts(watch: Watch) -> None:
+    page = vis(watch)
+    slide(page, "speed", 60)
+    page.click("#play")
+    page.wait_for_function("Number(document.querySelector('[data-out=stepcount]').textContent) > 20")
+    page.click("#play")
+    stopped = read(page, "stepcount")
+    page.wait_for_timeout(200)
+    assert read(page, "stepcount") == stopped
+    assert "tiles on chip" in page.text_content("[data-out=live]")
+    page.click("#reset")
+    assert read(page, "stepcount") == "0"
+
+
+def test_visualiser_by_mouse_and_keyboard(watch: Watch) -> None:
+    page = vis(watch)
+    canvas = page.locator("#grid-forward")
+    box = canvas.bounding_box()
+    canvas.click(position={"x": box["width"] / 2, "y": box["height"] * 3.5 / 16})
+    assert read(page, "program") == "Query block 3"
+    canvas.press("ArrowDown")
+    assert read(page, "program") == "Query block 4"
+    steps = int(read(page, "stepcount"))
+    canvas.press(".")
+    assert int(read(page, "stepcount")) == steps + 1
+    canvas.press(" ")
+    assert page.inner_text("#play") == "Pause"
+    canvas.press(" ")
+    assert page.inner_text("#play") == "Play"
+    page.select_option("[data-control=follow]", "forward 9")
+    assert read(page, "program") == "Query block 9"
+    page.locator("#tab-forward").press("ArrowRight")
+    assert page.locator("#tab-backward").get_attribute("aria-selected") == "true"
+    assert page.is_visible("#grid-dkdv")
+    assert not page.is_visible("#grid-forward")
+
+
+def test_visualiser_backward(watch: Watch) -> None:
+    page = vis(watch)
+    page.click("#tab-backward")
+    slide(page, "sms", 16)
+    for _ in range(4):
+        page.click("#step")
+    assert read(page, "program") == "Key block 1"
+    assert "4 tiles added up" in read(page, "grow")
+    assert page.locator("[data-grad] dt").all_inner_texts() == ["dK", "dV"]
+    canvas = page.locator("#grid-dq")
+    box = canvas.bounding_box()
+    canvas.click(position={"x": box["width"] / 2, "y": box["height"] * 15.5 / 16})
+    assert read(page, "program") == "Query block 15"
+    assert page.locator("[data-grad]:not([hidden]) dt").all_inner_texts() == ["dQ"]
+    assert "4 tiles added up" in read(page, "grow")  # those that ran before it was picked are in
+
+
+def test_visualiser_by_touch_at_360_px(browser: Browser, base: str) -> None:
+    with Watch(browser, base, 360, "dark", has_touch=True, is_mobile=True, reduced_motion="reduce") as watched:
+        page = vis(watched)
+        canvas = page.locator("#grid-forward")
+        box = canvas.bounding_box()
+        canvas.tap(position={"x": box["width"] / 2, "y": box["height"] * 7.5 / 16})
+        assert read(page, "program") == "Query block 7"
+        for button in page.locator(".ft-buttons button").all():
+            assert button.bounding_box()["height"] >= 32
+        assert page.inner_text("#play") == "Play"  # nothing moves until asked to
+        assert page.locator("[data-control=speed]").input_value() == "1"
+
+
+def test_visualiser_draws_32_by_32_within_a_frame(watch: Watch) -> None:
+    page = vis(watch)
+    slide(page, "tiles", 9)
+    slide(page, "sms", 32)
+    assert "32 × 32 tiles" in read(page, "shape")
+    median = page.evaluate(
+        """() => {
+            const times = [];
+            for (let i = 0; i < 40; i++) {
+                const start = performance.now();
+                flashtri.visualiser.step();
+                flashtri.visualiser.paint();
+                times.push(performance.now() - start);
+            }
+            return times.sort((a, b) => a - b)[20];
+        }"""
+    )
+    assert median < 1000 / 60, f"{median:.1f} ms for a step and a frame"
+
+
+# ---------------------------------------------------------------------------------------------------- calculator
+
+
+def test_calculator_agrees_with_python(watch: Watch) -> None:
+    from footprint import Shape, human, kernel_limit, ordinary_limit
+
+    page = watch.open("calculator")
+    number = lambda text: int("".join(c for c in text if c.isdigit()) or 0)  # noqa: E731
+    for batch, heads, n, d, dtype, gib in ((1, 32, 8192, 128, "fp16", 80), (3, 7, 1000, 96, "fp32", 24), (64, 128, 131072, 256, "bf16", 8), (1, 1, 1, 1, "fp16", 141)):
+        for name, value in (("batch", batch), ("heads", heads), ("seqlen", n), ("headDim", d), ("memory", gib)):
+            page.fill(f"#footprint [name={name}]", str(value))
+        page.select_option("#footprint [name=dtype]", dtype)
+        shape = Shape(batch, heads, n, d, dtype)
+        assert page.inner_text("[data-cost=score]") == human(shape.score_matrix)
+        assert page.inner_text("[data-cost=kernel]") == human(shape.kernel)
+        assert number(page.inner_text("[data-cost=limit]")) == ordinary_limit(gib << 30, shape)
+        assert number(page.inner_text("[data-cost=ourlimit]")) == kernel_limit(gib << 30, shape)
+        exact = page.evaluate("s => [flashtri.footprint.scoreMatrix(s), flashtri.footprint.kernel(s)]", {"batch": batch, "heads": heads, "seqlen": n, "headDim": d, "dtype": dtype})
+        assert exact == [shape.score_matrix, shape.kernel]
+
+
+def test_calculator_slider_and_bad_input(watch: Watch) -> None:
+    page = watch.open("calculator")
+    page.locator("#footprint [name=slider]").evaluate("n => { n.value = 17; n.dispatchEvent(new Event('input', {bubbles: true})); }")
+    assert page.input_value("#footprint [name=seqlen]") == "131072"
+    before = page.inner_text("[data-cost=score]")
+    page.fill("#footprint [name=heads]", "0")
+    assert "Heads" in page.inner_text(".ft-problem")
+    assert page.inner_text("[data-cost=score]") == before
+    page.fill("#footprint [name=heads]", "1")
+    assert page.inner_text(".ft-problem") == ""
+
+
+# ---------------------------------------------------------------------------------------------------- benchmarks
+
+
+def test_benchmarks_show_what_the_file_holds(watch: Watch) -> None:
+    page = watch.open("benchmarks")
+    rows = json.loads((SITE / "data" / "results.json").read_text())["rows"]
+    if not rows:
+        assert "Nothing has been measured" in page.inner_text("#bench-empty")
+        assert not page.is_visible("#bench")
+        return
+    page.wait_for_selector("#bench-table tbody tr")
+    assert not page.is_visible("#bench-empty")
+
+
+def test_benchmark_filters_and_charts(watch: Watch) -> None:
+    import bench_page
+    import synthetic
+    from flashtri_bench import results
+
+    document = synthetic.document()
+    assert list(results.problems(document)) == []
+    data = bench_page.page_data(document)
+    watch.context.route("**/data/results.json", lambda route: route.fulfill(json=data))
+    page = watch.open("benchmarks")
+    page.wait_for_selector("#bench-table tbody tr")
+    assert not page.is_visible("#bench-empty")
+
+    def cases() -> list[str]:
+        return page.locator("#bench-table tbody tr td:first-child").all_inner_texts()
+
+    # it opens on D = 128, causal, forward
+    assert {c for c in cases() if c.startswith("grid")} == {f"grid-d128-causal-n{n}" for n in (512, 1024, 2048, 4096, 8192, 16384)}
+    assert page.locator("#bench-charts figure").count() == 3
+    assert "eager, out of memory at" in page.inner_text("#bench-charts")
+    page.select_option("[data-filter=d]", "64")
+    page.select_option("[data-filter=mask]", "full")
+    assert {c for c in cases() if c.startswith("grid")} == {f"grid-d64-full-n{n}" for n in (512, 1024, 2048, 4096, 8192, 16384)}
+    page.select_option("[data-filter=op]", "bwd")
+    assert set(page.locator("#bench-table tbody tr:has(td:text-matches('^grid')) td:nth-child(2)").all_inner_texts()) == {"backward"}
+    page.select_option("[data-filter=impl]", "eager")
+    assert set(page.locator("#bench-table tbody tr td:nth-child(3)").all_inner_texts()) <= {"flashtri", "eager"}
+    for name in ("d", "mask", "op", "impl"):
+        page.select_option(f"[data-filter={name}]", "")
+    assert page.locator("#bench-table tbody tr").count() == len(data["rows"])
+    assert "Imaginary GPU" in page.inner_text("#bench-runs")
+
+
+# ---------------------------------------------------------------------------------------------------- the frame
+
+
+def test_search_finds_and_opens(watch: Watch) -> None:
+    page = watch.open("")
+    page.click(".md-search__input")
+    page.keyboard.type("deterministic", delay=10)
+    hit = page.locator(".md-search-result__link", has_text="Determinism").first
+    hit.wait_for()
+    hit.click()
+    page.wait_for_url("**/use/determinism/**")
+
+
+def test_dark_mode_switches_and_stays(watch: Watch) -> None:
+    page = watch.open("visualiser")
+    scheme = lambda: page.evaluate("document.body.dataset.mdColorScheme")  # noqa: E731
+    assert scheme() == "default"
+    page.locator("label[for=__palette_1]:visible").click()
+    assert scheme() == "slate"
+    page.reload()
+    assert scheme() == "slate"
+    dark = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert sum(int(x) for x in dark.removeprefix("rgb(").removesuffix(")").split(",")[:3]) < 120
+
+
+def test_formulas_are_typeset(watch: Watch) -> None:
+    page = watch.open("derivation/backward")
+    page.wait_for_selector(".katex")
+    assert page.locator(".arithmatex").count() == page.locator(".arithmatex:has(.katex)").count() >= 3
+    assert page.locator(".katex-mathml math").count() >= 3
+
+
+def test_without_javascript_the_pages_still_say_it(browser: Browser, base: str) -> None:
+    with Watch(browser, base, java_script_enabled=False) as watched:
+        assert "128 MiB" in watched.open("").inner_text("main")
+        assert "needs JavaScript" in watched.open("visualiser").inner_text("main")
+        assert "online_softmax_step" in watched.open("derivation/online-softmax").inner_text("main")

@@ -1,0 +1,113 @@
+"""What the pages say by hand agrees with the code, and what they generate is generated from it."""
+
+from __future__ import annotations
+
+import ast
+import math
+import re
+from pathlib import Path
+
+import bench_page
+import figures
+import footprint
+import links
+import messages
+import pytest
+import support
+from flashtri_core.variants import FEATURES
+from footprint import Shape
+
+SITE = Path(__file__).parents[1]
+DOCS = SITE / "docs"
+
+
+def test_every_feature_has_its_page() -> None:
+    for name in FEATURES:
+        page = DOCS / "use" / f"{name}.md"
+        assert f'feature_doc("{name}")' in page.read_text(), name
+        assert f"use/{name}.md" in (SITE / "mkdocs.yml").read_text(), name
+
+
+def test_every_rung_is_on_a_page() -> None:
+    text = "".join(page.read_text() for page in (DOCS / "derivation").glob("*.md"))
+    for rung in sorted((SITE / "steps").glob("s0*.py")):
+        assert f"steps/{rung.name}:rung" in text, rung.name
+
+
+def test_causal_pictures_are_the_documented_ones() -> None:
+    assert figures.alignment(2, 5).int().tolist() == [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
+    assert figures.alignment(5, 2).int().tolist() == [[0, 0], [0, 0], [0, 0], [1, 0], [1, 1]]
+
+
+def test_every_figure_draws() -> None:
+    names = set(re.findall(r'figure\("(\w+)"\)', "".join(p.read_text() for p in DOCS.rglob("*.md")))) - {"roofline"}
+    assert len(names) >= 10
+    for name in names:
+        assert getattr(figures, name)().count("<svg") == 1
+    assert "ft-empty" in figures.roofline(None, "")
+    drawn = figures.roofline({"copy_tb_s": 2.0, "matmul_tflops": {"bf16": 500.0}}, "a test card")
+    assert "500 TFLOP/s" in drawn
+    assert "nan" not in drawn
+
+
+@pytest.mark.parametrize(
+    "shape", [Shape(1, 32, 8192, 128), Shape(3, 5, 777, 96, "fp32"), Shape(1, 1, 1, 256), Shape(16, 64, 65536, 64, "bf16")]
+)
+@pytest.mark.parametrize("gib", [8, 80, 141])
+def test_limits_are_the_last_that_fit(shape: Shape, gib: int) -> None:
+    memory = gib << 30
+    at = lambda n: Shape(shape.batch, shape.heads, n, shape.head_dim, shape.dtype)  # noqa: E731
+    n = footprint.ordinary_limit(memory, shape)
+    assert at(n).tensors + at(n).score_matrix <= memory < at(n + 1).tensors + at(n + 1).score_matrix
+    n = footprint.kernel_limit(memory, shape)
+    assert at(n).kernel <= memory < at(n + 1).kernel
+
+
+def test_the_claim_on_the_home_page() -> None:
+    assert footprint.human(Shape(1, 1, 8192, 64).score_matrix) == "128 MiB"
+    assert [footprint.human(n) for n in (0, 999, 1023, 1536, 1 << 30)] == ["0 B", "999 B", "1 KiB", "1.5 KiB", "1 GiB"]
+
+
+def test_numbers_in_the_prose() -> None:
+    assert sum(range(1, 8192 // 64 + 1)) == 8256  # masks.md: tiles of a causal forward
+    assert 8192 // 64 == 128  # masks.md: of which one per block is on the edge; index.md: S over Q
+    assert math.exp(88.7) < 3.4028235e38 < math.exp(88.8)  # online-softmax.md
+    assert math.exp(11.0) < 65504 < math.exp(11.1)
+
+
+def test_support_answers_name_what_is_wrong() -> None:
+    assert all(row[1] == "yes" for row in support.features())
+    assert all(row[3] == "yes" for row in support.features())
+    fp32 = {name: gpu for name, gpu, _ in support.dtypes()}["fp32"]
+    assert "float32" in fp32
+
+
+def test_messages_are_raised() -> None:
+    assert len(messages.rows()) == len(messages.MISTAKES)
+
+
+def test_results_are_valid_and_flat() -> None:
+    data = bench_page.page_data(bench_page.load())
+    assert {row["run"] for row in data["rows"]} <= {run["id"] for run in data["runs"]}
+
+
+def test_link_checker_finds_what_it_should(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "index.html").write_text(
+        '<a id="here" href="sub/#there">ok</a><a href="sub/#nowhere">1</a><a href="/sub/">2</a><a href="gone/">3</a>'
+        '<script src="https://example.com/x.js"></script><a href="https://example.com/">ok</a><a href="#here">ok</a>'
+    )
+    (tmp_path / "sub" / "index.html").write_text('<p id="there"></p><a href="../">ok</a>')
+    found = links.broken(tmp_path)
+    assert len(found) == 4
+    assert sum("no such anchor" in s for s in found) == 1
+    assert sum("absolute" in s for s in found) == 1
+    assert sum("leads nowhere" in s for s in found) == 1
+    assert sum("another host" in s for s in found) == 1
+
+
+def test_tools_need_no_browser() -> None:
+    """Building must not import the browser driver; only the tests do."""
+    for tool in (SITE / "tools").glob("*.py"):
+        imported = {a.name for n in ast.walk(ast.parse(tool.read_text())) if isinstance(n, ast.Import) for a in n.names}
+        assert "playwright" not in imported, tool.name
