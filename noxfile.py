@@ -132,9 +132,18 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", default=False)
 def tests_gpu(session: nox.Session) -> None:
-    """Test on this machine's GPU and write the report that the repository keeps."""
+    """Test on this machine's GPU, or GPUs; a run of all tests writes the reports that the repository keeps."""
     python = environment(session, "test", "bench")
-    session.run(python, "packages/core/tests/gpu_layer.py", *session.posargs, env=ENV)
+    pytest = [python, "-m", "pytest", "-p", "flashtri_core.gpu_report"]
+    count = int(session.run(python, "-c", "import torch; print(torch.cuda.device_count())", silent=True) or 0)
+    if count == 0:
+        session.error("no GPU here: `nox -s tests` runs the layers that need none")
+    layers = [("gpu and not multi_gpu", "packages/core/tests/gpu_report.json")]
+    if count > 1:
+        layers.append(("multi_gpu", "packages/modules/tests/multi_gpu_report.json"))
+    for marks, report in layers:
+        arguments = session.posargs or [f"--gpu-report={report}"]
+        session.run(*pytest, "-m", marks, *arguments, env=ENV, success_codes=[0, 5] if session.posargs else [0])
 
 
 @nox.session
@@ -200,5 +209,5 @@ def minimums(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", default=False)
 def tune(session: nox.Session) -> None:
-    """Search the kernels' configurations on this GPU and write the winners to configs/*.json."""
+    """Search the kernels' configurations on this GPU, check and time each, and keep the winners for this user."""
     session.run(environment(session), "-m", "flashtri_core.tune", *session.posargs, env=ENV)
