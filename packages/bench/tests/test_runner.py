@@ -71,8 +71,7 @@ def test_no_case_is_started_after_the_budget(run):
     assert len(done.left_over) == 6
 
 
-def test_a_hang_while_compiling_ahead_is_survived(run, monkeypatch):
-    monkeypatch.setattr(runner, "WARM_TIMEOUT_S", 1.0)
+def test_a_hang_while_compiling_ahead_is_survived(run):
     began = time.monotonic()
     done = run("warm:torch-cudnn", cases=("grid-d64-full-n512",))
     assert {r["impl"] for r in done.document["rows"]} == set(PEERS)

@@ -314,7 +314,7 @@ class Run:
             feed(worker)
         while busy:
             try:
-                for worker, event in self._listen(busy, WARM_TIMEOUT_S):
+                for worker, event in self._listen(busy, min(WARM_TIMEOUT_S, self.plan.step_timeout_s)):
                     if event["event"] == "done":
                         self.progress.advance()
                         busy.remove(worker)
