@@ -177,7 +177,7 @@ def _chunks(problem: Problem, part: _Segment, keys: int) -> Iterator[slice]:
 
 def _grouped(x: Tensor, heads_k: int) -> Tensor:
     """(b, Hq, c, D) as (b, Hk, group * c, D): the query heads of a key head side by side, so K is never repeated."""
-    return x.reshape(x.shape[0], heads_k, -1, x.shape[-1])
+    return x.reshape(x.shape[0], heads_k, x.shape[1] // heads_k * x.shape[2], x.shape[-1])  # no -1: Nk may be 0
 
 
 def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
