@@ -1,0 +1,135 @@
+"""Fixtures and rules that the test files share: which layer runs where, and poisoned memory.
+
+A test that takes ``lane`` runs the same assertions through every implementation: the chunked path ("reference", no
+marker), the real kernels in Triton's interpreter (marker ``interpreter``) and on a GPU (marker ``gpu``).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from .._jit import HAS_TRITON, INTERPRETED
+from . import budget, cases
+from .cases import Case, Inputs
+
+
+@dataclass(frozen=True)
+class Lane:
+    """Where and by what a test computes.
+
+    Attributes:
+        name: As in the test's id.
+        device: "cpu" or "cuda".
+        impl: The ``impl=`` of every call.
+        dtype: Of q, k and v.
+        growth: Factors by which cases grow here: lengths, head dimensions.
+    """
+
+    name: str
+    device: str
+    impl: str
+    dtype: torch.dtype
+    growth: tuple[int, int] = (1, 1)
+
+    def inputs(self, case: Case, seed: int = cases.SEED) -> Inputs:
+        """Tensors of the case, at this lane's size."""
+        return cases.inputs(case.grown(*self.growth), self.dtype, self.device, seed)
+
+    def run(self, given: Inputs, backward: bool = True) -> dict[str, torch.Tensor]:
+        """Results and gradients by this lane's implementation."""
+        return cases.run(given, self.impl, backward)
+
+    def check(self, given: Inputs, backward: bool = True) -> dict[str, torch.Tensor]:
+        """Run, and hold every result against float64 within its budget; returns the results."""
+        got = self.run(given, backward)
+        right = cases.exact(given, torch.float64, backward)
+        eager = None if self.dtype == torch.float64 else cases.exact(given, self.dtype, backward)
+        budget.check(got, right, eager)
+        return got
+
+    def randn(self, *shape: int, seed: int = cases.SEED) -> torch.Tensor:
+        """A normal tensor of this lane, the same numbers everywhere."""
+        return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(self.device, self.dtype)
+
+
+REFERENCE = Lane("reference", "cpu", "reference", torch.float64)
+INTERPRETER = Lane("interpreter", "cpu", "triton", torch.float16)
+GPU_HALF = Lane("gpu_fp16", "cuda", "triton", torch.float16, (9, 4))
+GPU_BFLOAT = Lane("gpu_bf16", "cuda", "auto", torch.bfloat16, (9, 4))
+
+_MARKS = {"interpreter": pytest.mark.interpreter, "gpu_fp16": pytest.mark.gpu, "gpu_bf16": pytest.mark.gpu}
+
+
+def lanes(*which: Lane) -> pytest.MarkDecorator:
+    """Parametrize a test's ``lane``; without arguments over all of them."""
+    chosen = which or (REFERENCE, INTERPRETER, GPU_HALF, GPU_BFLOAT)
+    return pytest.mark.parametrize(
+        "lane", [pytest.param(lane, id=lane.name, marks=_MARKS.get(lane.name, ())) for lane in chosen]
+    )
+
+
+def unable(item: pytest.Item) -> str:
+    """Why this process cannot run a test of a marked layer; empty when it can."""
+    marks = {mark.name for mark in item.iter_markers()}
+    if "interpreter" in marks and not INTERPRETED:
+        return "TRITON_INTERPRET=1 is not set" if HAS_TRITON else "Triton is not installed"
+    if "aot" in marks and (INTERPRETED or not HAS_TRITON):
+        return "TRITON_INTERPRET=1 is set: nothing is compiled" if HAS_TRITON else "Triton is not installed"
+    if marks & {"gpu", "multi_gpu"}:
+        if not torch.cuda.is_available():
+            return "no GPU here"
+        if INTERPRETED:
+            return "TRITON_INTERPRET=1 is set: kernels do not run on the GPU"
+        if "multi_gpu" in marks and torch.cuda.device_count() < 2:
+            return "one GPU here, needs two"
+    return ""
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what this process cannot run, with the reason."""
+    reason = unable(item)
+    if reason:
+        pytest.skip(reason)
+
+
+@pytest.fixture(autouse=True)
+def own_tuning_table(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Tests see the shipped configs alone, not what this machine's user has tuned."""
+    if "FLASHTRI_CACHE" not in os.environ:
+        monkeypatch.setenv("FLASHTRI_CACHE", str(tmp_path_factory.getbasetemp() / "no-table"))
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Uninitialised memory is NaN: whoever reads what nobody wrote, or leaves a row unwritten, shows it."""
+
+    def nan(make: Any) -> Any:
+        def made(*args: Any, **keywords: Any) -> torch.Tensor:
+            x: torch.Tensor = make(*args, **keywords)
+            return x.fill_(float("nan")) if x.is_floating_point() else x
+
+        return made
+
+    monkeypatch.setattr(torch, "empty", nan(torch.empty))
+    monkeypatch.setattr(torch, "empty_like", nan(torch.empty_like))
+    monkeypatch.setattr(torch.Tensor, "new_empty", nan(torch.Tensor.new_empty))
+    yield
+
+
+@pytest.fixture
+def roomy() -> Any:
+    """``roomy(gigabytes)`` skips a test where the GPU has less memory free."""
+
+    def need(gigabytes: float) -> None:
+        torch.cuda.empty_cache()
+        free = torch.cuda.mem_get_info()[0] / 2**30
+        if free < gigabytes:
+            pytest.skip(f"needs {gigabytes:.0f} GiB of GPU memory, {free:.0f} are free")
+
+    return need

@@ -1,0 +1,3 @@
+from flashtri_core.testing.plugin import own_tuning_table, poisoned, pytest_runtest_setup, roomy
+
+__all__ = ["own_tuning_table", "poisoned", "pytest_runtest_setup", "roomy"]
