@@ -114,33 +114,26 @@ def _encode(
     return (encoded, *shape, *strides)
 
 
-class View(NamedTuple):
-    """A tensor as TMA sees it: its storage, shape and strides with axes (batch, head, row, column)."""
+class Block(NamedTuple):
+    """A descriptor argument: a tensor with axes (batch, head, row, column) and the tile that one TMA copy moves."""
 
     tensor: torch.Tensor
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-
-
-def view(x: torch.Tensor) -> View:
-    """Dense (B, H, N, D) as it is; packed (total, H, D) as one batch."""
-    if x.dim() == 3:
-        strides = tma_strides(x)
-        return View(x, (1, x.shape[1], x.shape[0], x.shape[2]), (8, strides[1], strides[0], 1))
-    return View(x, tuple(x.shape), tma_strides(x))
-
-
-class Block(NamedTuple):
-    """A descriptor argument: a view and the tile that one TMA instruction sequence moves."""
-
-    view: View
     box: tuple[int, ...]
 
     def for_triton(self) -> TensorDescriptor:
         """What Triton's own launch path takes; slow to make."""
-        layout = descriptor_layout(self.box, self.view.tensor.dtype)
-        shape, strides = list(self.view.shape), list(self.view.strides)
-        return TensorDescriptor(self.view.tensor, shape, strides, list(self.box), layout)
+        layout = descriptor_layout(self.box, self.tensor.dtype)
+        return TensorDescriptor(self.tensor, list(self.shape), list(self.strides), list(self.box), layout)
+
+
+def four_axes(x: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and TMA strides of a dense (B, H, N, D) tensor, or of a packed (total, H, D) one as a single batch."""
+    strides = tma_strides(x)
+    if x.dim() == 3:
+        return (1, x.shape[1], x.shape[0], x.shape[2]), (8, strides[1], strides[0], 1)
+    return tuple(x.shape), strides
 
 
 class Launch:
@@ -156,45 +149,55 @@ class Launch:
         run = compiled.run  # loads the binary
         wrapper = inspect.getclosurevars(run.launch).nonlocals
         needs_scratch = run.global_scratch_size or run.profile_scratch_size
-        self._raw = None if needs_scratch else wrapper.get("launcher")
+        self.raw = None if needs_scratch else wrapper.get("launcher")
         self._meta = [
             (m["swizzle"], m["elem_size"], m["elem_type"], tuple(m["block_size"]))
             for m in compiled.metadata.tensordesc_meta
         ]
-        self._base = (compiled.function, run.launch_cooperative_grid, run.launch_pdl)
+        base = (compiled.function, run.launch_cooperative_grid, run.launch_pdl)
         if hasattr(run, "arg_annotations"):  # Triton with one launcher for all kernels: arguments travel in a tuple
-            self._head: tuple[Any, ...] = (compiled.packed_metadata, None, None, None, None, None)
+            self._head: tuple[Any, ...] = (*base, compiled.packed_metadata, None, None, None, None, None)
             self._tail: tuple[Any, ...] | None = (run.arg_annotations, run.kernel_signature)
         else:  # Triton with one generated launcher per kernel
-            self._head = (None, None, compiled.packed_metadata, None, None, None)
+            self._head = (*base, None, None, compiled.packed_metadata, None, None, None)
             self._tail = None
 
-    def __call__(self, grid: int, device: int, args: tuple[Any, ...]) -> None:
-        """Run ``grid`` programs on the device's current stream; ``Block`` entries of ``args`` become descriptors."""
-        if self._raw is None:
-            self._slow(grid, args)
-            return
+    def flatten(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Arguments as :meth:`run` takes them: blocks encoded, tensors as addresses, so that keeping them keeps no memory."""
         flat: list[Any] = []
         index = 0
         for arg in args:
             if type(arg) is Block:
-                where = arg.view
-                flat += _encode(where.tensor.data_ptr(), where.shape, where.strides, *self._meta[index])
+                flat += _encode(arg.tensor.data_ptr(), arg.shape, arg.strides, *self._meta[index])
                 index += 1
             else:
-                flat.append(arg)
+                flat.append(_addresses(arg))
+        return tuple(flat)
+
+    def run(self, grid: int, device: int, flat: tuple[Any, ...]) -> bool:
+        """Run ``grid`` programs on the device's current stream; False if the quick path does not work here."""
+        if self.raw is None:
+            return False
         stream = driver.active.get_current_stream(device)
         try:
             if self._tail is None:
-                self._raw(grid, 1, 1, stream, *self._base, *self._head, *flat)
+                self.raw(grid, 1, 1, stream, *self._head, *flat)
             else:
-                self._raw(grid, 1, 1, stream, *self._base, *self._head, *self._tail, tuple(flat))
+                self.raw(grid, 1, 1, stream, *self._head, *self._tail, flat)
         except TypeError:
-            self._raw = None
-            self._slow(grid, args)
+            self.raw = None
+            return False
+        return True
 
-    def _slow(self, grid: int, args: tuple[Any, ...]) -> None:
+    def run_slowly(self, grid: int, args: tuple[Any, ...]) -> None:
+        """The same through Triton's own launcher."""
         self.compiled[(grid, 1, 1)](*for_triton(args))
+
+
+def _addresses(arg: Any) -> Any:
+    if isinstance(arg, torch.Tensor):
+        return arg.data_ptr()
+    return tuple(_addresses(x) for x in arg) if isinstance(arg, tuple) else arg
 
 
 def for_triton(args: tuple[Any, ...]) -> tuple[Any, ...]:

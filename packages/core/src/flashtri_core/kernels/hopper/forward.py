@@ -5,20 +5,25 @@ schedule of FlashAttention-3 (Shah et al. 2024, section 3). A thread block owns 
 warpgroup owns an equal share of them and walks over the key blocks from the last to the first, masked ones first.
 
 Within a warpgroup, step j issues S_j = Q K_j^T and O += P_{j-1} V_{j-1} together and computes softmax(S_j) while the second
-product still runs. Between warpgroups, a turn passes around: while one issues its products, the others do softmax.
+product still runs. The last product of a tile runs beside the first scores of the next one. Between warpgroups, a turn
+passes around: while one issues its products, the others do softmax.
 
-Barriers (``full``: TMA has landed the bytes; ``empty``: all readers are done; ``slot``: which tile comes next)::
+Barriers (``full``: the bytes have landed; ``empty``: all readers are done; ``slot``: which tile comes next)::
 
     producer warp                      shared memory                     consumer warpgroup w (of NUM_WG)
     -------------                      -------------                     --------------------------------
-    slot empty? write ---------------> slots[2]       ----------------> wait slot full, read, release slot
-    wait q_empty[t, w], load Q ------> q[q_stages, w] ----------------> wait q_full[t, w]
+    wait k_empty[s], load first K ---> k[kv_stages]
+    wait q_empty[t, w]: O of the tile
+      before stands in q; store it
+    wait slot_empty, write ----------> slots[2]       ----------------> wait slot_full, read
+    load Q --------------------------> q[q_stages, w] ----------------> wait q_full[t, w]
     wait k_empty[s], load K_j -------> k[kv_stages]   ----------------> wait k_full[s]; turn; issue S_j = Q K_j^T
     wait v_empty[s], load V_j-1 -----> v[kv_stages]   ----------------> (V_j-1 seen last step)  issue O += P V_j-1
                                                                         pass the turn to w + 1
                           k_empty[s] <-- S_j is in registers ---------- wait for the first product; softmax(S_j)
                           v_empty[s] <-- O is in registers  ----------- wait v_full (V_j); wait for the second; rescale O
-                          q_empty    <-- O has left through Q's buffer - after the last step: O -> q[t, w] -> TMA store
+                          q_empty    <-- O has replaced Q  ------------ after the tile's last product
+                          slot_empty <-- the tile is finished --------- at the same time
 
 Block counters run on across tiles, so stage = count % kv_stages and phase = (count // kv_stages) & 1 need no reset, and the
 producer fetches the next tile's Q and K while the consumers finish this one. :mod:`.protocol` is a model of these rules
@@ -85,10 +90,10 @@ class Sizes(NamedTuple):
 
 # ---------------------------------------------------------------------------------------------------------- schedule
 @gluon.jit
-def key_blocks(start_m, Nq, Nk, variant, args, C: gl.constexpr):
-    """Blocks [first, last) hold the keys that the tile sees, at least one; [free_lo, free_hi) need no mask."""
+def key_blocks(start_m, ROWS: gl.constexpr, Nq, Nk, variant, args, C: gl.constexpr):
+    """Blocks [first, last) hold the keys that these rows see, at least one; [free_lo, free_hi) need no mask."""
     BLOCK_N: gl.constexpr = C.block_n
-    end_m = gl.minimum(start_m + C.block_m, Nq)
+    end_m = gl.minimum(start_m + ROWS, Nq)
     lo, full_lo, full_hi, hi = variant.kv_range(start_m, end_m, Nq, Nk, args.mask)
     first = lo // BLOCK_N
     last = gl.maximum((hi + BLOCK_N - 1) // BLOCK_N, first + 1)
@@ -178,6 +183,15 @@ def release(bar, NAMED: gl.constexpr, stage, C: gl.constexpr):
 
 
 @gluon.jit
+def release_if(condition, bar, NAMED: gl.constexpr, stage, C: gl.constexpr):
+    if C.named_release:
+        if condition:
+            named_barrier_arrive(NAMED + stage, 128, 32 + 128 * C.warpgroups)
+    else:
+        mbarrier.arrive(bar.index(stage), count=1, pred=condition)
+
+
+@gluon.jit
 def take_turn(WG: gl.constexpr, C: gl.constexpr):
     if C.turns:
         named_barrier_wait(TURN + WG, 128, 256)
@@ -214,6 +228,16 @@ def dot_pv(p, tiles, stage, acc, C: gl.constexpr):
     else:
         result = (o, 0)
     return result
+
+
+@gluon.jit
+def wait_qk(s, C: gl.constexpr):
+    """Wait for S while the products with V, issued after it, go on."""
+    if C.dv_tail > 0:
+        s = warpgroup_mma_wait(2, deps=(s,))
+    else:
+        s = warpgroup_mma_wait(1, deps=(s,))
+    return s
 
 
 @gluon.jit
@@ -275,6 +299,18 @@ def rescale(acc, factor, C: gl.constexpr):
 
 
 @gluon.jit
+def skip_block(count, bars, WG: gl.constexpr, C: gl.constexpr):
+    """Let a key block pass that only other warpgroups need."""
+    stage, phase = stage_of(count, C)
+    mbarrier.wait(bars.k_full.index(stage), phase)
+    take_turn(WG, C)
+    pass_turn(WG, C)
+    release(bars.k_empty, RELEASE_K, stage, C)
+    mbarrier.wait(bars.v_full.index(stage), phase)
+    release(bars.v_empty, RELEASE_V, stage, C)
+
+
+@gluon.jit
 def clear_rows(tile, valid, ROWS: gl.constexpr, COLS: gl.constexpr):
     """Set rows ``valid`` and up of a tile in shared memory to zero."""
     PER_ROW: gl.constexpr = COLS // 8
@@ -285,13 +321,15 @@ def clear_rows(tile, valid, ROWS: gl.constexpr, COLS: gl.constexpr):
 
 
 @gluon.jit
-def clear_foreign_keys(tiles, stage, start_n, Nk, WG: gl.constexpr, C: gl.constexpr):
-    """Zero the rows of V that lie past the sequence's end but inside the tensor.
+def clear_foreign_keys(count, start_n, Nk, tiles, bars, WG: gl.constexpr, C: gl.constexpr):
+    """Zero the rows of V that lie past the sequence's end but inside the tensor; only a tile's last block has such.
 
     Their probabilities are zero, but they belong to another sequence or to nobody, and 0 * NaN is NaN.
     """
     if Nk - start_n < C.block_n:
         if WG == 0:
+            stage, phase = stage_of(count, C)
+            mbarrier.wait(bars.v_full.index(stage), phase)
             clear_rows(tiles.v[0].index(stage).reshape([C.block_n, C.dv]), Nk - start_n, C.block_n, C.dv)
             if C.dv_tail > 0:
                 clear_rows(tiles.v[1].index(stage).reshape([C.block_n, C.dv_tail]), Nk - start_n, C.block_n, C.dv_tail)
@@ -301,10 +339,13 @@ def clear_foreign_keys(tiles, stage, start_n, Nk, WG: gl.constexpr, C: gl.conste
 
 @gluon.jit
 def step(
-    acc, p16, m_i, l_i, row, block, count, q_stage, z, h, Nq, Nk, unit_log2, variant, args, tiles, bars,
+    acc, p16, m_i, l_i, where, block, count, turn, unit_log2, variant, args, tiles, bars,
     WG: gl.constexpr, MASK: gl.constexpr, S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """One key block: its scores and softmax, under the previous block's product with V."""
+    row0, z, h, Nq, Nk = where
+    row = row0 + gl.arange(0, m_i.shape[0], layout=m_i.type.layout)
+    q_stage = (turn % C.q_stages) * C.warpgroups + WG
     k_stage, k_phase = stage_of(count, C)
     v_stage, _phase = stage_of(count - 1, C)
     mbarrier.wait(bars.k_full.index(k_stage), k_phase)
@@ -313,10 +354,7 @@ def step(
     s = dot_qk(tiles, q_stage, k_stage, zero, C)
     acc = dot_pv(p16, tiles, v_stage, acc, C)
     pass_turn(WG, C)
-    if C.dv_tail > 0:
-        s = warpgroup_mma_wait(2, deps=(s,))
-    else:
-        s = warpgroup_mma_wait(1, deps=(s,))
+    s = wait_qk(s, C)
     release(bars.k_empty, RELEASE_K, k_stage, C)
     s = scores(s, row, block * C.block_n, z, h, Nq, Nk, variant, args, MASK, S_LAYOUT, C)
     p, alpha, m_i = probabilities(s, m_i, unit_log2, MASK)
@@ -332,37 +370,51 @@ def step(
 
 # ---------------------------------------------------------------------------------------------------------- epilogue
 @gluon.jit
-def store_tile(acc, q_stage, z, h, row0, Nq, q_row0, descs, O, stride_o, tiles, C: gl.constexpr):
-    """O leaves through Q's buffer, whose last reader was this warpgroup's last S = Q K^T.
+def finish_tile(
+    acc, m_i, l_i, turn, O, stride_o, LSE, ROW_MAX, stride_lse, unit_log2, sizes, tiles, bars, WG: gl.constexpr,
+    C: gl.constexpr,
+):  # fmt: skip
+    """Divide by the row sums, store LSE, and put O where Q was: no one reads this warpgroup's Q any more.
 
-    Dense tensors go by TMA, which drops rows past the end and runs on while the next tile starts. In a packed tensor
-    the rows past the end belong to the next sequence, so they are stored under a mask.
+    Of a dense tensor the producer sends O on by TMA, which drops rows past the end. In a packed tensor the rows past the
+    end belong to the next sequence, so this warpgroup stores its own under a mask.
     """
     M: gl.constexpr = C.block_m // C.warpgroups
     dtype: gl.constexpr = tiles.q[0].dtype
+    start_m, z, h, q_row0, Nq, _Nk = read_tile(turn, sizes, tiles, C)
+    q_stage = (turn % C.q_stages) * C.warpgroups + WG
+    row0 = start_m + WG * M
+    row = row0 + gl.arange(0, M, layout=m_i.type.layout)
+    l_row = gl.convert_layout(gl.sum(l_i, 1), m_i.type.layout)
+    l_safe = gl.where(l_row == 0.0, 1.0, l_row)
+    at = h.to(gl.int64) * stride_lse[1] + q_row0 + row
+    if not C.packed:
+        at += z.to(gl.int64) * stride_lse[0]
+    gl.store(LSE + at, (m_i * unit_log2 + gl.log2(l_safe)) * LN2, mask=row < Nq)
+    if ROW_MAX is not None:
+        gl.store(ROW_MAX + at, m_i * (unit_log2 * LN2), mask=row < Nq)
+    acc = rescale(acc, 1.0 / l_safe, C)
+    main = tiles.q[0].index(q_stage).reshape([M, C.dv])
+    main.store(acc[0].to(dtype))
     if C.packed:
-        store_masked(acc[0], tiles.q[0].index(q_stage).reshape([M, C.dv]), O, stride_o, h, row0, q_row0, Nq, 0, M, C.dv, C)
-        if C.dv_tail > 0:
-            tail = tiles.q[1].index(q_stage).reshape([M, C.dv_tail])
-            store_masked(acc[1], tail, O, stride_o, h, row0, q_row0, Nq, C.dv, M, C.dv_tail, C)
-    else:
-        tiles.q[0].index(q_stage).reshape([M, C.dv]).store(acc[0].to(dtype))
-        if C.dv_tail > 0:
-            tiles.q[1].index(q_stage).reshape([M, C.dv_tail]).store(acc[1].to(dtype))
-        fence_async_shared()
-        tma_store(descs[0], [z, h, row0, 0], tiles.q[0].index(q_stage))
-        if C.dv_tail > 0:
-            tma_store(descs[1], [z, h, row0, C.dv], tiles.q[1].index(q_stage))
+        store_masked(main, O, stride_o, h, row0, q_row0, Nq, 0, M, C.dv, C)
+    if C.dv_tail > 0:
+        tail = tiles.q[1].index(q_stage).reshape([M, C.dv_tail])
+        tail.store(acc[1].to(dtype))
+        if C.packed:
+            store_masked(tail, O, stride_o, h, row0, q_row0, Nq, C.dv, M, C.dv_tail, C)
+    fence_async_shared()
+    mbarrier.arrive(bars.q_empty.index(q_stage), count=1)
+    mbarrier.arrive(bars.slot_empty.index(turn % 2), count=1)
 
 
 @gluon.jit
 def store_masked(
-    x, stage, O, stride_o, h, row0, q_row0, Nq, FIRST: gl.constexpr, M: gl.constexpr, COLS: gl.constexpr, C: gl.constexpr
+    stage, O, stride_o, h, row0, q_row0, Nq, FIRST: gl.constexpr, M: gl.constexpr, COLS: gl.constexpr, C: gl.constexpr
 ):
-    """Store one [M, COLS] part of O, starting at column FIRST, where the row is the sequence's own."""
-    PER_ROW: gl.constexpr = COLS // 8 if COLS < 256 else 32  # threads of 16 bytes each that cover a row
+    """Copy one [M, COLS] part of O, which starts at column FIRST, from shared memory: the rows that are the sequence's."""
+    PER_ROW: gl.constexpr = COLS // 8  # threads of 16 bytes each that cover a row
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // PER_ROW, PER_ROW], [4, 1], [1, 0])
-    stage.store(x.to(stage.dtype))
     rows = row0 + gl.arange(0, M, layout=gl.SliceLayout(1, LAYOUT))
     cols = FIRST + gl.arange(0, COLS, layout=gl.SliceLayout(0, LAYOUT))
     # strides are multiples of 8 elements (the host has checked), which the compiler needs for 16-byte stores
@@ -370,7 +422,25 @@ def store_masked(
     line = gl.multiple_of((q_row0 + rows).to(gl.int64) * stride_o[2], 8)
     ptrs = O + head + line[:, None] + cols[None, :]
     gl.store(ptrs, stage.load(LAYOUT), mask=(rows < Nq)[:, None] & (cols < C.head_dim_v)[None, :])
-    fence_async_shared()  # the producer's next TMA load overwrites what these threads read
+
+
+@gluon.jit
+def send_output(turn, o_descs, tiles, bars, C: gl.constexpr):
+    """Producer: when the consumers are done with the turn-th tile, pass its O from Q's buffers to memory."""
+    M: gl.constexpr = C.block_m // C.warpgroups
+    if turn >= 0:
+        if not C.packed:
+            start_m = slot_field(tiles.slots, turn % 2, 0, 1)
+            z = slot_field(tiles.slots, turn % 2, 1, 1)
+            h = slot_field(tiles.slots, turn % 2, 2, 1)
+        for w in gl.static_range(C.warpgroups):
+            stage = (turn % C.q_stages) * C.warpgroups + w
+            mbarrier.wait(bars.q_empty.index(stage), (turn // C.q_stages) & 1)
+            if not C.packed:
+                tma_store(o_descs[0], [z, h, start_m + w * M, 0], tiles.q[0].index(stage))
+                if C.dv_tail > 0:
+                    tma_store(o_descs[1], [z, h, start_m + w * M, C.dv], tiles.q[1].index(stage))
+        tma.store_wait(0)
 
 
 # -------------------------------------------------------------------------------------------------------- partitions
@@ -381,13 +451,32 @@ def write_slot(slots, stage, FIELD: gl.constexpr, value):
 
 
 @gluon.jit
-def read_slot(slots, stage, FIELD: gl.constexpr):
-    return gl.max(slots.index(stage * SLOT_FIELDS + FIELD).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+def slot_field(slots, stage, FIELD: gl.constexpr, WARPS: gl.constexpr):
+    return gl.max(slots.index(stage * SLOT_FIELDS + FIELD).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
 
 
 @gluon.jit
-def producer(q_descs, k_descs, v_descs, CU_Q, CU_K, USED_K, COUNTER, sizes, variant, args, tiles, bars, C: gl.constexpr):
-    """Chooses the tiles, tells the consumers, and streams Q, K and V into the rings in the order they are used."""
+def read_tile(turn, sizes, tiles, C: gl.constexpr):
+    """Consumer: the turn-th tile as the producer announced it; start_m < 0 when there is none."""
+    slot = turn % 2
+    start_m = slot_field(tiles.slots, slot, 0, 4)
+    z = slot_field(tiles.slots, slot, 1, 4)
+    h = slot_field(tiles.slots, slot, 2, 4)
+    q_row0 = 0
+    Nq = sizes.Nq
+    Nk = sizes.Nk
+    if C.packed or C.used:
+        q_row0 = slot_field(tiles.slots, slot, 3, 4)
+        Nq = slot_field(tiles.slots, slot, 4, 4)
+        Nk = slot_field(tiles.slots, slot, 5, 4)
+    return start_m, z, h, q_row0, Nq, Nk
+
+
+@gluon.jit
+def producer(
+    q_descs, k_descs, v_descs, o_descs, CU_Q, CU_K, USED_K, COUNTER, sizes, variant, args, tiles, bars, C: gl.constexpr
+):
+    """Chooses the tiles, announces them, and streams Q, K and V into the rings in the order they are used."""
     M: gl.constexpr = C.block_m // C.warpgroups
     count = 0  # key blocks fetched
     turn = 0  # tiles fetched
@@ -395,6 +484,12 @@ def producer(q_descs, k_descs, v_descs, CU_Q, CU_K, USED_K, COUNTER, sizes, vari
         gl.program_id(0), sizes, CU_Q, CU_K, USED_K, COUNTER, C
     )
     while tile < sizes.num_tiles:
+        zb = 0 if C.packed else z  # packed tensors have no batch axis
+        hk = h // sizes.group
+        row0 = k_row0
+        first, _lo, _hi, last = key_blocks(start_m, C.block_m, Nq, Nk, variant, args, C)
+        load_k(k_descs, zb, hk, row0, last - 1, count, tiles, bars, C)
+        send_output(turn - C.q_stages, o_descs, tiles, bars, C)
         slot = turn % 2
         mbarrier.wait(bars.slot_empty.index(slot), ((turn // 2) & 1) ^ 1)
         write_slot(tiles.slots, slot, 0, start_m)
@@ -405,18 +500,9 @@ def producer(q_descs, k_descs, v_descs, CU_Q, CU_K, USED_K, COUNTER, sizes, vari
             write_slot(tiles.slots, slot, 4, Nq)
             write_slot(tiles.slots, slot, 5, Nk)
         mbarrier.arrive(bars.slot_full.index(slot), count=1)
-        zb = 0 if C.packed else z  # packed tensors have no batch axis
-        hk = h // sizes.group
-        row0 = k_row0
-        first, _lo, _hi, last = key_blocks(start_m, Nq, Nk, variant, args, C)
-        q_stage = turn % C.q_stages
         for w in gl.static_range(C.warpgroups):
-            q_full = bars.q_full.index(q_stage * C.warpgroups + w)
-            mbarrier.wait(bars.q_empty.index(q_stage * C.warpgroups + w), ((turn // C.q_stages) & 1) ^ 1)
-            row = q_row0 + start_m + w * M
-            load_rows(q_descs, zb, h, row, q_full, tiles.q, q_stage * C.warpgroups + w, M, C.d, C.d_tail)
-            if w == 0:
-                load_k(k_descs, zb, hk, row0, last - 1, count, tiles, bars, C)
+            stage = (turn % C.q_stages) * C.warpgroups + w
+            load_rows(q_descs, zb, h, q_row0 + start_m + w * M, bars.q_full.index(stage), tiles.q, stage, M, C.d, C.d_tail)
         count += 1
         # look for the next tile now: the counter's and the search's latency pass under this tile's work
         tile, z, h, start_m, q_row0, k_row0, Nq, Nk = find_tile(
@@ -428,10 +514,14 @@ def producer(q_descs, k_descs, v_descs, CU_Q, CU_K, USED_K, COUNTER, sizes, vari
             count += 1
         load_v(v_descs, zb, hk, row0, first, count - 1, tiles, bars, C)
         turn += 1
+    send_output(turn - 2, o_descs, tiles, bars, C)  # before its slot is written
     slot = turn % 2
     mbarrier.wait(bars.slot_empty.index(slot), ((turn // 2) & 1) ^ 1)
     write_slot(tiles.slots, slot, 0, -1)
+    write_slot(tiles.slots, slot, 1, 0)  # consumers look up this head's numbers before they know
+    write_slot(tiles.slots, slot, 2, 0)
     mbarrier.arrive(bars.slot_full.index(slot), count=1)
+    send_output(turn - 1, o_descs, tiles, bars, C)
     reset_counter(COUNTER, C)
 
 
@@ -450,8 +540,83 @@ def load_v(descs, z, h, row0, block, count, tiles, bars, C: gl.constexpr):
 
 
 @gluon.jit
+def begin_tile(
+    acc, p16, m_i, l_i, turn, count, O, stride_o, LSE, ROW_MAX, stride_lse, SINK, unit_log2, sizes, variant, args, tiles,
+    bars, WG: gl.constexpr, OVERLAP: gl.constexpr, S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """Scores and softmax of a tile's first (rightmost) key block.
+
+    With OVERLAP they run beside the last product of the tile before, whose state comes in, and which is finished here.
+    When there is no further tile, the scores are computed from whatever the buffers hold and nobody looks at them.
+    """
+    M: gl.constexpr = C.block_m // C.warpgroups
+    dtype: gl.constexpr = tiles.q[0].dtype
+    mbarrier.wait(bars.slot_full.index(turn % 2), (turn // 2) & 1)
+    start_m, z, h, _row, Nq, Nk = read_tile(turn, sizes, tiles, C)
+    exists = start_m >= 0
+    row0 = start_m + WG * M
+    v_before, _phase = stage_of(count - 1, C)
+    first, free_lo, free_hi, last = key_blocks(start_m, C.block_m, Nq, Nk, variant, args, C)
+    if exists:
+        if C.packed or C.used:
+            clear_foreign_keys(count, (last - 1) * C.block_n, Nk, tiles, bars, WG, C)
+        if C.right_edge:  # the tile's last blocks may lie right of all that this warpgroup's rows see
+            _first, free_lo, free_hi, needed = key_blocks(row0, M, Nq, Nk, variant, args, C)
+            needed = gl.maximum(gl.minimum(needed, last), first + 1)
+            for _block in range(needed, last):
+                skip_block(count, bars, WG, C)
+                count += 1
+            last = needed
+
+    row = row0 + gl.arange(0, M, layout=gl.SliceLayout(1, S_LAYOUT))
+    q_stage = (turn % C.q_stages) * C.warpgroups + WG
+    k_stage, k_phase = stage_of(count, C)
+    mbarrier.wait(bars.q_full.index(q_stage), (turn // C.q_stages) & 1, pred=exists)
+    mbarrier.wait(bars.k_full.index(k_stage), k_phase, pred=exists)
+    take_turn(WG, C)
+    s = dot_qk(tiles, q_stage, k_stage, gl.zeros([M, C.block_n], gl.float32, S_LAYOUT), C)
+    if OVERLAP:
+        acc = dot_pv(p16, tiles, v_before, acc, C)
+        pass_turn(WG, C)
+        s = wait_qk(s, C)
+    else:
+        pass_turn(WG, C)
+        s = warpgroup_mma_wait(0, deps=(s,))
+    release_if(exists, bars.k_empty, RELEASE_K, k_stage, C)
+    m_new = gl.full([M], float("-inf"), gl.float32, layout=gl.SliceLayout(1, S_LAYOUT))
+    if SINK is not None:
+        m_new = gl.full([M], 0.0, gl.float32, layout=gl.SliceLayout(1, S_LAYOUT))
+        m_new += gl.load(SINK + h, mask=exists, other=0.0).to(gl.float32) * (LOG2E / unit_log2)
+    s = scores(s, row, (last - 1) * C.block_n, z, h, Nq, Nk, variant, args, C.mask_last, S_LAYOUT, C)
+    p, alpha, m_new = probabilities(s, m_new, unit_log2, C.mask_last)
+    l_new = row_parts(p, C)
+    if SINK is not None:
+        l_new += scale_rows(gl.full([M, 4], 0.25, gl.float32, l_new.type.layout), alpha)  # l = 1, shared by four threads
+    if OVERLAP:
+        # always true by now; a branch that keeps ptxas from moving exp2 below the wait for O
+        mbarrier.wait(bars.q_full.index(q_stage), (turn // C.q_stages) & 1, pred=exists)
+        acc = wait_pv(acc, C)
+        release(bars.v_empty, RELEASE_V, v_before, C)
+        finish_tile(acc, m_i, l_i, turn - 1, O, stride_o, LSE, ROW_MAX, stride_lse, unit_log2, sizes, tiles, bars, WG, C)
+    p16 = gl.convert_layout(p.to(dtype), P_LAYOUT)
+    mbarrier.wait(bars.v_full.index(k_stage), k_phase, pred=exists)
+    return p16, m_new, l_new, exists, (row0, z, h, Nq, Nk), (first, free_lo, free_hi, last), count + 1
+
+
+@gluon.jit
+def zero_output(M: gl.constexpr, O_LAYOUT: gl.constexpr, C: gl.constexpr):
+    main = gl.zeros([M, C.dv], gl.float32, O_LAYOUT)
+    if C.dv_tail > 0:
+        TAIL_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.dv_tail, 16])
+        result = (main, gl.zeros([M, C.dv_tail], gl.float32, TAIL_LAYOUT))
+    else:
+        result = (main, 0)
+    return result
+
+
+@gluon.jit
 def consumer(
-    o_descs, O, stride_o, LSE, ROW_MAX, stride_lse, SINK, unit_log2, sizes, variant, args, tiles, bars, WG: gl.constexpr,
+    O, stride_o, LSE, ROW_MAX, stride_lse, SINK, unit_log2, sizes, variant, args, tiles, bars, WG: gl.constexpr,
     C: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup WG: its rows of every tile that this thread block is given."""
@@ -459,101 +624,45 @@ def consumer(
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.block_n, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.dv, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
-    ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
-    dtype: gl.constexpr = tiles.q[0].dtype
     if WG == C.warpgroups - 1:
         pass_turn(WG, C)  # the first turn is warpgroup 0's
-    count = 0  # key blocks consumed
-    turn = 0  # tiles consumed
-    mbarrier.wait(bars.slot_full.index(0), 0)
-    start_m = read_slot(tiles.slots, 0, 0)
-    while start_m >= 0:
-        slot = turn % 2
-        z = read_slot(tiles.slots, slot, 1)
-        h = read_slot(tiles.slots, slot, 2)
-        q_row0 = 0
-        Nq = sizes.Nq
-        Nk = sizes.Nk
-        if C.packed or C.used:
-            q_row0 = read_slot(tiles.slots, slot, 3)
-            Nq = read_slot(tiles.slots, slot, 4)
-            Nk = read_slot(tiles.slots, slot, 5)
-        mbarrier.arrive(bars.slot_empty.index(slot), count=1)
-        first, free_lo, free_hi, last = key_blocks(start_m, Nq, Nk, variant, args, C)
-        row0 = start_m + WG * M
-        row = row0 + gl.arange(0, M, layout=ROWS)
-        q_stage = (turn % C.q_stages) * C.warpgroups + WG
-        m_i = gl.full([M], float("-inf"), gl.float32, layout=ROWS)
-        if SINK is not None:
-            m_i = gl.full([M], 0.0, gl.float32, layout=ROWS) + gl.load(SINK + h).to(gl.float32) * (LOG2E / unit_log2)
-        acc = (gl.zeros([M, C.dv], gl.float32, O_LAYOUT), 0)
-        if C.dv_tail > 0:
-            TAIL_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.dv_tail, 16])
-            acc = (gl.zeros([M, C.dv], gl.float32, O_LAYOUT), gl.zeros([M, C.dv_tail], gl.float32, TAIL_LAYOUT))
-
-        # the last key block: scores and softmax only
-        k_stage, k_phase = stage_of(count, C)
-        mbarrier.wait(bars.q_full.index(q_stage), (turn // C.q_stages) & 1)
-        mbarrier.wait(bars.k_full.index(k_stage), k_phase)
-        take_turn(WG, C)
-        s = dot_qk(tiles, q_stage, k_stage, gl.zeros([M, C.block_n], gl.float32, S_LAYOUT), C)
-        pass_turn(WG, C)
-        s = warpgroup_mma_wait(0, deps=(s,))
-        release(bars.k_empty, RELEASE_K, k_stage, C)
-        if C.q_stages > 1:  # the previous tile's O has had time to leave its buffer
-            tma.store_wait(0)
-            before = ((turn - 1) % C.q_stages) * C.warpgroups + WG
-            mbarrier.arrive(bars.q_empty.index(before), count=1, pred=turn > 0)
-        s = scores(s, row, (last - 1) * C.block_n, z, h, Nq, Nk, variant, args, C.mask_last, S_LAYOUT, C)
-        p, alpha, m_i = probabilities(s, m_i, unit_log2, C.mask_last)
-        l_i = row_parts(p, C)
-        if SINK is not None:
-            l_i += scale_rows(gl.full([M, 4], 0.25, gl.float32, l_i.type.layout), alpha)  # l = 1 shared by four threads
-        p16 = gl.convert_layout(p.to(dtype), P_LAYOUT)
-        mbarrier.wait(bars.v_full.index(k_stage), k_phase)
-        if C.packed or C.used:
-            clear_foreign_keys(tiles, k_stage, (last - 1) * C.block_n, Nk, WG, C)
-        count += 1
-
+    turn = 0  # tiles begun before this one
+    count = 0  # key blocks begun
+    p16, m_i, l_i, exists, where, span, count = begin_tile(
+        0, 0, 0, 0, turn, count, O, stride_o, LSE, ROW_MAX, stride_lse, SINK, unit_log2, sizes, variant, args, tiles, bars,
+        WG, False, S_LAYOUT, P_LAYOUT, C,
+    )  # fmt: skip
+    while exists:
+        acc = zero_output(M, O_LAYOUT, C)
+        first, free_lo, free_hi, last = span
         # the other key blocks: an edge, the free middle, the other edge
-        block = last - 2
         if C.right_edge:
             for block in range(last - 2, gl.maximum(free_hi, first) - 1, -1):
-                acc, p16, m_i, l_i = step(acc, p16, m_i, l_i, row, block, count, q_stage, z, h, Nq, Nk, unit_log2,
+                acc, p16, m_i, l_i = step(acc, p16, m_i, l_i, where, block, count + (last - 2 - block), turn, unit_log2,
                                           variant, args, tiles, bars, WG, True, S_LAYOUT, P_LAYOUT, C)  # fmt: skip
-                count += 1
         for block in range(gl.minimum(last - 1, free_hi) - 1, gl.maximum(free_lo, first) - 1, -1):
-            acc, p16, m_i, l_i = step(acc, p16, m_i, l_i, row, block, count, q_stage, z, h, Nq, Nk, unit_log2,
+            acc, p16, m_i, l_i = step(acc, p16, m_i, l_i, where, block, count + (last - 2 - block), turn, unit_log2,
                                       variant, args, tiles, bars, WG, False, S_LAYOUT, P_LAYOUT, C)  # fmt: skip
-            count += 1
         if C.left_edge:
             for block in range(gl.minimum(last - 1, free_lo) - 1, first - 1, -1):
-                acc, p16, m_i, l_i = step(acc, p16, m_i, l_i, row, block, count, q_stage, z, h, Nq, Nk, unit_log2,
+                acc, p16, m_i, l_i = step(acc, p16, m_i, l_i, where, block, count + (last - 2 - block), turn, unit_log2,
                                           variant, args, tiles, bars, WG, True, S_LAYOUT, P_LAYOUT, C)  # fmt: skip
-                count += 1
-
-        # the last product, the division, the way out
-        v_stage, _phase = stage_of(count - 1, C)
-        acc = wait_pv(dot_pv(p16, tiles, v_stage, acc, C), C)
-        release(bars.v_empty, RELEASE_V, v_stage, C)
-        l_row = gl.convert_layout(gl.sum(l_i, 1), ROWS)
-        l_safe = gl.where(l_row == 0.0, 1.0, l_row)
-        lse = (m_i * unit_log2 + gl.log2(l_safe)) * LN2
-        at = h.to(gl.int64) * stride_lse[1] + q_row0 + row
-        if not C.packed:
-            at += z.to(gl.int64) * stride_lse[0]
-        gl.store(LSE + at, lse, mask=row < Nq)
-        if ROW_MAX is not None:
-            gl.store(ROW_MAX + at, m_i * (unit_log2 * LN2), mask=row < Nq)
-        acc = rescale(acc, 1.0 / l_safe, C)
-        store_tile(acc, q_stage, z, h, row0, Nq, q_row0, o_descs, O, stride_o, tiles, C)
-        if C.q_stages == 1:
-            tma.store_wait(0)
-            mbarrier.arrive(bars.q_empty.index(q_stage), count=1)
+        count += last - 1 - first
         turn += 1
-        mbarrier.wait(bars.slot_full.index(turn % 2), (turn // 2) & 1)
-        start_m = read_slot(tiles.slots, turn % 2, 0)
-    tma.store_wait(0)
+        if C.overlap:
+            p16, m_i, l_i, exists, where, span, count = begin_tile(
+                acc, p16, m_i, l_i, turn, count, O, stride_o, LSE, ROW_MAX, stride_lse, SINK, unit_log2, sizes, variant,
+                args, tiles, bars, WG, True, S_LAYOUT, P_LAYOUT, C,
+            )  # fmt: skip
+        else:
+            v_stage, _phase = stage_of(count - 1, C)
+            acc = wait_pv(dot_pv(p16, tiles, v_stage, acc, C), C)
+            release(bars.v_empty, RELEASE_V, v_stage, C)
+            finish_tile(acc, m_i, l_i, turn - 1, O, stride_o, LSE, ROW_MAX, stride_lse, unit_log2, sizes, tiles, bars, WG, C)
+            p16, m_i, l_i, exists, where, span, count = begin_tile(
+                0, 0, 0, 0, turn, count, O, stride_o, LSE, ROW_MAX, stride_lse, SINK, unit_log2, sizes, variant, args,
+                tiles, bars, WG, False, S_LAYOUT, P_LAYOUT, C,
+            )  # fmt: skip
     if WG == 0:
         take_turn(WG, C)  # the pass that opened the ring
 
@@ -615,14 +724,14 @@ def attn_fwd_hopper(
     # the argument tuples stand here in full because assigning one to a name would turn its constants into tensors
     if C.warpgroups == 2:
         gl.warp_specialize([
-            (consumer, (o_descs, O, stride_o, LSE, ROW_MAX, stride_lse, SINK, unit_log2, sizes, variant, args, tiles, bars, 0, C)),
-            (consumer, (o_descs, O, stride_o, LSE, ROW_MAX, stride_lse, SINK, unit_log2, sizes, variant, args, tiles, bars, 1, C)),
-            (producer, (q_descs, k_descs, v_descs, CU_Q, CU_K, USED_K, COUNTER, sizes, variant, args, tiles, bars, C)),
+            (consumer, (O, stride_o, LSE, ROW_MAX, stride_lse, SINK, unit_log2, sizes, variant, args, tiles, bars, 0, C)),
+            (consumer, (O, stride_o, LSE, ROW_MAX, stride_lse, SINK, unit_log2, sizes, variant, args, tiles, bars, 1, C)),
+            (producer, (q_descs, k_descs, v_descs, o_descs, CU_Q, CU_K, USED_K, COUNTER, sizes, variant, args, tiles, bars, C)),
         ], [4, 1], [C.consumer_regs, C.producer_regs])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consumer, (o_descs, O, stride_o, LSE, ROW_MAX, stride_lse, SINK, unit_log2, sizes, variant, args, tiles, bars, 0, C)),
-            (consumer, (o_descs, O, stride_o, LSE, ROW_MAX, stride_lse, SINK, unit_log2, sizes, variant, args, tiles, bars, 1, C)),
-            (consumer, (o_descs, O, stride_o, LSE, ROW_MAX, stride_lse, SINK, unit_log2, sizes, variant, args, tiles, bars, 2, C)),
-            (producer, (q_descs, k_descs, v_descs, CU_Q, CU_K, USED_K, COUNTER, sizes, variant, args, tiles, bars, C)),
+            (consumer, (O, stride_o, LSE, ROW_MAX, stride_lse, SINK, unit_log2, sizes, variant, args, tiles, bars, 0, C)),
+            (consumer, (O, stride_o, LSE, ROW_MAX, stride_lse, SINK, unit_log2, sizes, variant, args, tiles, bars, 1, C)),
+            (consumer, (O, stride_o, LSE, ROW_MAX, stride_lse, SINK, unit_log2, sizes, variant, args, tiles, bars, 2, C)),
+            (producer, (q_descs, k_descs, v_descs, o_descs, CU_Q, CU_K, USED_K, COUNTER, sizes, variant, args, tiles, bars, C)),
         ], [4, 4, 1], [C.consumer_regs, C.consumer_regs, C.producer_regs])  # fmt: skip

@@ -12,13 +12,15 @@ from ..._jit import triton_version
 from ...problem import Extras, Problem
 from ...target import target_of
 from ...variants import MASKS, assemble
-from .common import Block, Constants, Launch, for_triton, tma_reason, view
+from triton.runtime import driver
+
+from .common import Block, Constants, Launch, for_triton, four_axes, tma_reason
 from .forward import attn_fwd_hopper
 
 OLDEST, NEWEST = (3, 6), (3, 9)  # Triton versions whose compiled code the ahead-of-time tests check
 
 #: K and V bytes of the heads that run side by side; measured best among 2..32 MB on an H200 (50 MB of L2).
-L2_BYTES = 8 << 20
+L2_BYTES = 32 << 20
 
 #: Head dimension up to -> columns in the main tile and in the second tile (powers of two, 128-byte rows or less).
 COLUMNS = {64: (64, 0), 96: (64, 32), 128: (128, 0), 192: (128, 64), 256: (256, 0)}
@@ -34,6 +36,7 @@ class ForwardConfig:
     kv_stages: int = 2
     q_stages: int = 2
     order: str = "dynamic"  # "single": a block per tile; "static": a block per multiprocessor, strided; or a counter
+    overlap: bool = True  # a tile's last product runs beside the next tile's first scores; needs two Q stages
     turns: bool = True  # warpgroups take turns at the tensor cores
     named_release: bool = False  # k_empty and v_empty as named barriers instead of mbarriers
     consumer_regs: int = 240
@@ -60,7 +63,7 @@ def tiles(problem: Problem) -> ForwardConfig:
     """Tile sizes and schedule for a problem."""
     width = max(problem.head_dim, problem.head_dim_v)
     if width > 192:
-        return ForwardConfig(block_n=64, q_stages=1)
+        return ForwardConfig(block_n=64, q_stages=1, overlap=False)
     if width > 128:
         return ForwardConfig(block_n=64)
     return ForwardConfig()
@@ -124,24 +127,6 @@ def supports(problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor | No
     return not reason, reason
 
 
-_launches: dict[tuple[Any, ...], Launch] = {}
-_counters: dict[tuple[int, int], Tensor] = {}
-
-
-def _counter(device: torch.device) -> Tensor:
-    """Two zero words for the dynamic tile order, which the kernel leaves zero; one pair per stream.
-
-    A captured graph may be replayed on any stream, beside anything: it gets its own pair and its own memset.
-    """
-    if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(2, dtype=torch.int32, device=device)
-    key = (device.index, torch._C._cuda_getCurrentRawStream(device.index))
-    found = _counters.get(key)
-    if found is None:
-        found = _counters[key] = torch.zeros(2, dtype=torch.int32, device=device)
-    return found
-
-
 @dataclass(frozen=True)
 class Plan:
     """What a problem needs at launch, apart from its tensors."""
@@ -152,16 +137,8 @@ class Plan:
     sizes: tuple[int, ...]  # heads, group, Nq, Nk, blocks, batch_heads, head_group, num_tiles
 
 
-_plans: dict[tuple[Problem, ForwardConfig | None, int, int], Plan] = {}
-_PLAN_LIMIT = 4096
-
-
 def plan(problem: Problem, config: ForwardConfig | None, multiprocessors: int, l2_bytes: int = L2_BYTES) -> Plan:
     """Grid and sizes; ``config`` None means the shipped choice."""
-    key = (problem, config, multiprocessors, l2_bytes)
-    found = _plans.get(key)
-    if found is not None:
-        return found
     full = specialise(config or tiles(problem), problem)
     heads, group = problem.heads_q, problem.heads_q // problem.heads_k
     if problem.varlen:
@@ -174,10 +151,72 @@ def plan(problem: Problem, config: ForwardConfig | None, multiprocessors: int, l
     together = 1 if problem.mask_kind == "full" else max(1, min(batch_heads, l2_bytes // max(per_head, 1)))
     sizes = (heads, group, problem.seqlen_q, problem.seqlen_k, blocks, batch_heads, together, num_tiles)
     grid = num_tiles if full.order == "single" else min(num_tiles, multiprocessors)
-    if len(_plans) >= _PLAN_LIMIT:
-        _plans.clear()
-    found = _plans[key] = Plan(full, Constants(full), grid, sizes)
+    return Plan(full, Constants(full), grid, sizes)
+
+
+def pack(
+    p: Plan,
+    problem: Problem,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    extras: Extras,
+    out: Tensor,
+    lse: Tensor,
+    row_max: Tensor | None,
+    counter: Tensor | None,
+) -> tuple[Any, ...]:
+    """The kernel's arguments in order."""
+    c = p.config
+    rows = c.block_m // c.warpgroups
+    variant, args, unit_log2 = assemble(problem, extras)
+    (qs, ks, vs, os) = (four_axes(x) for x in (q, k, v, out))
+    stored = (out, os[1][:3]) if c.packed else (None, ())
+    lse_strides = (lse.stride(0), lse.stride(1)) if lse.dim() == 3 else (0, lse.stride(0))
+    return (
+        Block(q, *qs, (1, 1, rows, c.d)), Block(q, *qs, (1, 1, rows, c.d_tail)) if c.d_tail else None,
+        Block(k, *ks, (1, 1, c.block_n, c.d)), Block(k, *ks, (1, 1, c.block_n, c.d_tail)) if c.d_tail else None,
+        Block(v, *vs, (1, 1, c.block_n, c.dv)), Block(v, *vs, (1, 1, c.block_n, c.dv_tail)) if c.dv_tail else None,
+        Block(out, *os, (1, 1, rows, c.dv)), Block(out, *os, (1, 1, rows, c.dv_tail)) if c.dv_tail else None,
+        *stored, lse, row_max, lse_strides, extras.learnable_sink, extras.cu_seqlens_q, extras.cu_seqlens_k,
+        extras.seqused_k, counter, variant, args, unit_log2, *p.sizes, p.constants,
+    )  # fmt: skip
+
+
+@dataclass
+class Ready:
+    """A compiled kernel and its plan for one kind of call, with the arguments of recent addresses."""
+
+    plan: Plan
+    launch: Launch
+    flat: dict[tuple[Any, ...], tuple[Any, ...]]
+
+
+#: By everything that a call's arguments depend on except addresses. A workload of ever-new shapes starts over at the
+#: limit; what it pays is Triton's own binding, about 0.1 ms, not a compilation.
+_ready: dict[tuple[Any, ...], Ready] = {}
+_LIMIT = 1024
+
+_counters: dict[tuple[int, int], Tensor] = {}
+
+
+def _counter(device: torch.device) -> Tensor:
+    """Two zero words for the dynamic tile order, which the kernel leaves zero; one pair per stream.
+
+    A captured graph may be replayed on any stream, beside anything: it gets its own pair and its own memset.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(2, dtype=torch.int32, device=device)
+    key = (device.index, driver.active.get_current_stream(device.index))
+    found = _counters.get(key)
+    if found is None:
+        found = _counters[key] = torch.zeros(2, dtype=torch.int32, device=device)
     return found
+
+
+def _pointer(x: Tensor | None) -> tuple[Any, ...] | None:
+    """What the compiled code depends on in an optional tensor."""
+    return None if x is None else (x.dtype, x.stride(), x.data_ptr() & 15)
 
 
 def forward(
@@ -197,55 +236,35 @@ def forward(
     Shapes as in :func:`flashtri_core.flash_attn`; ``config`` and ``l2_bytes`` are for tuning.
     """
     device = q.device
-    p = plan(problem, config, target_of(device).multiprocessors, l2_bytes)
-    counter = _counter(device) if p.config.order == "dynamic" else None
-    arguments, key = pack(p, problem, q, k, v, extras, out, lse, row_max, counter)
-    launch = _launches.get((device.index, key))
-    if launch is None:
+    if device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            compiled = attn_fwd_hopper[(p.grid,)](*for_triton(arguments), num_warps=4)
-            _launches[device.index, key] = Launch(compiled)
-    elif device.index == torch.cuda.current_device():
-        launch(p.grid, device.index, arguments)
-    else:
-        with torch.cuda.device(device):
-            launch(p.grid, device.index, arguments)
-
-
-def pack(
-    p: Plan,
-    problem: Problem,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    extras: Extras,
-    out: Tensor,
-    lse: Tensor,
-    row_max: Tensor | None,
-    counter: Tensor | None,
-) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The kernel's arguments in order, and a key of everything that its compiled code depends on."""
-    c = p.config
-    rows = c.block_m // c.warpgroups
-    variant, args, unit_log2 = assemble(problem, extras)
-    qv, kv, vv, ov = view(q), view(k), view(v), view(out)
-    stored = (out, ov.strides[:3]) if c.packed else (None, ())
-    lse_strides = (lse.stride(0), lse.stride(1)) if lse.dim() == 3 else (0, lse.stride(0))
-    arguments = (
-        Block(qv, (1, 1, rows, c.d)), Block(qv, (1, 1, rows, c.d_tail)) if c.d_tail else None,
-        Block(kv, (1, 1, c.block_n, c.d)), Block(kv, (1, 1, c.block_n, c.d_tail)) if c.d_tail else None,
-        Block(vv, (1, 1, c.block_n, c.dv)), Block(vv, (1, 1, c.block_n, c.dv_tail)) if c.dv_tail else None,
-        Block(ov, (1, 1, rows, c.dv)), Block(ov, (1, 1, rows, c.dv_tail)) if c.dv_tail else None,
-        *stored, lse, row_max, lse_strides, extras.learnable_sink, extras.cu_seqlens_q, extras.cu_seqlens_k,
-        extras.seqused_k, counter, variant, args, unit_log2, *p.sizes, p.constants,
+            forward(problem, q, k, v, extras, out, lse, row_max, config, l2_bytes)
+        return
+    slopes, sink = extras.alibi_slopes, extras.learnable_sink
+    key = (
+        problem, device.index, config, l2_bytes, q.stride(), k.stride(), v.stride(), out.stride(), lse.stride(),
+        row_max is None, _pointer(slopes), _pointer(sink),
     )  # fmt: skip
-    sink_dtype = None if extras.learnable_sink is None else extras.learnable_sink.dtype
-    key = (c, problem.dtype, variant, tuple(map(_specialised, args)), stored[1], lse_strides, row_max is None, sink_dtype)
-    return arguments, key
-
-
-def _specialised(hook_args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What Triton specialises a hook's arguments on: integers by value, pointers by type and alignment, floats not."""
-    return tuple(
-        (x.dtype, x.data_ptr() & 15 == 0) if isinstance(x, Tensor) else float if type(x) is float else x for x in hook_args
-    )
+    ready = _ready.get(key)
+    if ready is None:
+        p = plan(problem, config, target_of(device).multiprocessors, l2_bytes)
+        counter = _counter(device) if p.config.order == "dynamic" else None
+        arguments = pack(p, problem, q, k, v, extras, out, lse, row_max, counter)
+        compiled = attn_fwd_hopper[(p.grid,)](*for_triton(arguments), num_warps=4)
+        if len(_ready) >= _LIMIT:
+            _ready.clear()
+        _ready[key] = Ready(p, Launch(compiled), {})
+        return
+    p = ready.plan
+    counter = _counter(device) if p.config.order == "dynamic" else None
+    tensors = (q, k, v, out, lse, row_max, counter, slopes, sink, extras.cu_seqlens_q, extras.cu_seqlens_k, extras.seqused_k)
+    where = tuple([None if x is None else x.data_ptr() for x in tensors])
+    flat = ready.flat.get(where)
+    if flat is None:
+        arguments = pack(p, problem, q, k, v, extras, out, lse, row_max, counter)
+        flat = ready.launch.flatten(arguments)
+        if len(ready.flat) >= _LIMIT:
+            ready.flat.clear()
+        ready.flat[where] = flat
+    if not ready.launch.run(p.grid, device.index, flat):
+        ready.launch.run_slowly(p.grid, pack(p, problem, q, k, v, extras, out, lse, row_max, counter))

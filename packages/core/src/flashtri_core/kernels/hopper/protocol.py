@@ -74,6 +74,8 @@ class Shape:
     q_stages: int = 2
     turns: bool = True
     named_release: bool = False
+    overlap: bool = True
+    ragged: bool = False  # warpgroup 0 clears rows of a tile's last V block before anybody reads it
 
 
 @dataclass
@@ -84,6 +86,7 @@ class Machine:
     roles: dict[str, Role] = field(default_factory=dict)
     stored: list[tuple[int, int]] = field(default_factory=list)
     copies: int = 0
+    pending: int = 0  # TMA stores under way
 
     def __post_init__(self) -> None:
         s = self.shape
@@ -97,7 +100,7 @@ class Machine:
         self.slots: list[Any] = [None, None]
         self.q: list[Any] = [None] * queries
         self.ring: dict[str, list[Any]] = {x: [None] * s.kv_stages for x in "kv"}
-        self.pending = [0] * s.warpgroups  # TMA stores under way, per warpgroup
+        self.cleared = NamedBarrier(s.warpgroups)
 
     def copy_in(self, where: list[Any], index: int, label: Any, bar: MBarrier) -> None:
         """Issue a TMA load: the buffer is undefined from now on and valid when ``bar`` is told."""
@@ -111,7 +114,7 @@ class Machine:
 
         self._spawn(role())
 
-    def copy_out(self, where: list[Any], index: int, label: Any, warpgroup: int) -> None:
+    def copy_out(self, where: list[Any], index: int, label: Any) -> None:
         """Issue a TMA store; it reads the buffer later."""
 
         def role() -> Role:
@@ -119,9 +122,10 @@ class Machine:
             expect(where[index], label)
             yield
             expect(where[index], label)
-            self.pending[warpgroup] -= 1
+            self.stored.append((label[1], label[2]))
+            self.pending -= 1
 
-        self.pending[warpgroup] += 1
+        self.pending += 1
         self._spawn(role())
 
     def _spawn(self, role: Role) -> None:
@@ -138,8 +142,16 @@ def expect(found: Any, wanted: Any) -> None:
         raise ProtocolError(f"buffer holds {found}, expected {wanted}")
 
 
-def producer(m: Machine, blocks: Sequence[int]) -> Role:
-    """``blocks[t]`` key blocks for tile t."""
+@dataclass(frozen=True)
+class Tile:
+    """Key blocks of a tile, and how many of them, counted from the first, each warpgroup needs."""
+
+    blocks: int
+    needs: tuple[int, ...]
+
+
+def producer(m: Machine, tiles: Sequence[Tile]) -> Role:
+    """The producer warp."""
     s, count = m.shape, 0
 
     def load(ring: str, label: tuple[int, int], count: int) -> Iterator[None]:
@@ -152,32 +164,48 @@ def producer(m: Machine, blocks: Sequence[int]) -> Role:
         m.copy_in(m.ring[ring], stage, label, m.full[ring][stage])
         yield
 
-    for tile, n in enumerate([*blocks, -1]):
-        slot = tile % 2
-        yield from m.slot_empty[slot].wait(((tile // 2) & 1) ^ 1)
-        m.slots[slot] = None
-        yield
-        m.slots[slot] = (tile, n)
-        m.slot_full[slot].arrive()
-        if n < 0:
+    def send_output(turn: int) -> Iterator[None]:
+        if turn < 0:
             return
+        expect(m.slots[turn % 2], turn)
         for w in range(s.warpgroups):
-            at = (tile % s.q_stages) * s.warpgroups + w
-            yield from m.q_empty[at].wait(((tile // s.q_stages) & 1) ^ 1)
-            m.copy_in(m.q, at, ("Q", tile), m.q_full[at])
-            if w == 0:
-                yield from load("k", (tile, n - 1), count)
+            at = (turn % s.q_stages) * s.warpgroups + w
+            yield from m.q_empty[at].wait((turn // s.q_stages) & 1)
+            m.copy_out(m.q, at, ("O", turn, w))
+            yield
+        while m.pending:
+            yield
+
+    def announce(turn: int, label: int) -> Iterator[None]:
+        yield from m.slot_empty[turn % 2].wait(((turn // 2) & 1) ^ 1)
+        m.slots[turn % 2] = None
+        yield
+        m.slots[turn % 2] = label
+        m.slot_full[turn % 2].arrive()
+
+    for turn, tile in enumerate(tiles):
+        yield from load("k", (turn, tile.blocks - 1), count)
+        yield from send_output(turn - s.q_stages)
+        yield from announce(turn, turn)
+        for w in range(s.warpgroups):
+            at = (turn % s.q_stages) * s.warpgroups + w
+            m.copy_in(m.q, at, ("Q", turn), m.q_full[at])
+            yield
         count += 1
-        for block in range(n - 2, -1, -1):
-            yield from load("k", (tile, block), count)
-            yield from load("v", (tile, block + 1), count - 1)
+        for block in range(tile.blocks - 2, -1, -1):
+            yield from load("k", (turn, block), count)
+            yield from load("v", (turn, block + 1), count - 1)
             count += 1
-        yield from load("v", (tile, 0), count - 1)
+        yield from load("v", (turn, 0), count - 1)
+    if s.q_stages == 2:
+        yield from send_output(len(tiles) - 2)
+    yield from announce(len(tiles), -1)
+    yield from send_output(len(tiles) - 1)
 
 
-def consumer(m: Machine, w: int) -> Role:
-    """Warpgroup ``w``; wgmma reads are modelled by looking at a buffer before and after a yield."""
-    s, count, tile = m.shape, 0, 0
+def consumer(m: Machine, w: int, tiles: Sequence[Tile]) -> Role:
+    """Warpgroup ``w``; products are modelled by looking at their operands before and after a yield."""
+    s, count, turn = m.shape, 0, 0
 
     def take_turn() -> Iterator[None]:
         if s.turns:
@@ -193,75 +221,104 @@ def consumer(m: Machine, w: int) -> Role:
         else:
             m.empty[ring][stage].arrive()
 
+    def skip_block(count: int) -> Iterator[None]:
+        stage, phase = count % s.kv_stages, (count // s.kv_stages) & 1
+        yield from m.full["k"][stage].wait(phase)
+        yield from take_turn()
+        pass_turn()
+        release("k", stage)
+        yield from m.full["v"][stage].wait(phase)
+        release("v", stage)
+
+    def products(turn: int, count: int, k: Any, before: int, v: Any) -> Iterator[None]:
+        """S = Q K^T if ``k``, O += P V if ``v``; ``before`` is V's stage."""
+        at = (turn % s.q_stages) * s.warpgroups + w
+        for _ in range(2):
+            if k:
+                expect(m.q[at], ("Q", turn))
+                expect(m.ring["k"][count % s.kv_stages], k)
+            if v:
+                expect(m.ring["v"][before], v)
+            yield
+
+    def finish(turn: int) -> None:
+        at = (turn % s.q_stages) * s.warpgroups + w
+        expect(m.slots[turn % 2], turn)
+        expect(m.q[at], ("Q", turn))
+        m.q[at] = ("O", turn, w)
+        m.q_empty[at].arrive()
+        m.slot_empty[turn % 2].arrive()
+
     if w == s.warpgroups - 1:
         pass_turn()
+    label: Any = None  # of the V block whose product is still to be issued
     while True:
-        slot = tile % 2
-        yield from m.slot_full[slot].wait((tile // 2) & 1)
-        number, n = m.slots[slot] or (None, 0)
-        expect(number, tile)
-        if n < 0:
-            break
-        m.slot_empty[slot].arrive()
-        at = (tile % s.q_stages) * s.warpgroups + w
-        for block in range(n - 1, -1, -1):
+        previous, before = label, (count - 1) % s.kv_stages
+        if previous and not s.overlap:
+            yield from products(turn - 1, count, None, before, previous)
+            release("v", before)
+            finish(turn - 1)
+            previous = None
+        yield from m.slot_full[turn % 2].wait((turn // 2) & 1)
+        exists = m.slots[turn % 2] == turn
+        expect(m.slots[turn % 2], turn if turn < len(tiles) else -1)
+        if exists:
+            tile = tiles[turn]
+            last = tile.needs[w]
+            if s.ragged:
+                if w == 0:
+                    yield from m.full["v"][count % s.kv_stages].wait((count // s.kv_stages) & 1)
+                    expect(m.ring["v"][count % s.kv_stages], (turn, tile.blocks - 1))
+                yield from m.cleared.wait()
+            for _ in range(last, tile.blocks):
+                yield from skip_block(count)
+                count += 1
             stage, phase = count % s.kv_stages, (count // s.kv_stages) & 1
-            before = (count - 1) % s.kv_stages
-            first = block == n - 1
-            if first:
-                yield from m.q_full[at].wait((tile // s.q_stages) & 1)
+            yield from m.q_full[(turn % s.q_stages) * s.warpgroups + w].wait((turn // s.q_stages) & 1)
+            yield from m.full["k"][stage].wait(phase)
+        yield from take_turn()
+        yield from products(turn, count, (turn, last - 1) if exists else None, before, previous)
+        pass_turn()
+        if exists:
+            release("k", stage)
+        yield
+        if previous:
+            expect(m.ring["v"][before], previous)
+            release("v", before)
+            finish(turn - 1)
+        if not exists:
+            break
+        yield from m.full["v"][stage].wait(phase)
+        count += 1
+        for block in range(last - 2, -1, -1):
+            stage, phase, before = count % s.kv_stages, (count // s.kv_stages) & 1, (count - 1) % s.kv_stages
             yield from m.full["k"][stage].wait(phase)
             yield from take_turn()
-            for _ in range(2):  # both products are under way
-                expect(m.q[at], ("Q", tile))
-                expect(m.ring["k"][stage], (tile, block))
-                if not first:
-                    expect(m.ring["v"][before], (tile, block + 1))
-                yield
+            yield from products(turn, count, (turn, block), before, (turn, block + 1))
             pass_turn()
             release("k", stage)
-            if first and s.q_stages > 1:
-                while m.pending[w]:
-                    yield
-                if tile:
-                    m.q_empty[((tile - 1) % s.q_stages) * s.warpgroups + w].arrive()
             yield
             yield from m.full["v"][stage].wait(phase)
-            if not first:
-                expect(m.ring["v"][before], (tile, block + 1))
-                release("v", before)
+            expect(m.ring["v"][before], (turn, block + 1))
+            release("v", before)
             count += 1
-        last = (count - 1) % s.kv_stages
-        expect(m.ring["v"][last], (tile, 0))
-        yield
-        expect(m.ring["v"][last], (tile, 0))
-        release("v", last)
-        m.q[at] = ("O", tile)
-        m.copy_out(m.q, at, ("O", tile), w)
-        m.stored.append((tile, w))
-        if s.q_stages == 1:
-            while m.pending[w]:
-                yield
-            m.q_empty[at].arrive()
-        tile += 1
-        yield
-    while m.pending[w]:
-        yield
+        label = (turn, 0)
+        turn += 1
     if w == 0:
         yield from take_turn()
 
 
-def run(shape: Shape, blocks: Sequence[int], seed: int, patience: int = 20000) -> None:
-    """Execute one thread block that is given tiles with ``blocks[t]`` key blocks each.
+def run(shape: Shape, tiles: Sequence[Tile], seed: int, patience: int = 20000) -> None:
+    """Execute one thread block that is given ``tiles``.
 
     Raises:
         ProtocolError: a wrong buffer, a barrier over-subscribed, or no end within ``patience`` idle steps.
     """
     choose = random.Random(seed)
     m = Machine(shape)
-    m.roles["producer"] = producer(m, blocks)
+    m.roles["producer"] = producer(m, tiles)
     for w in range(shape.warpgroups):
-        m.roles[f"consumer {w}"] = consumer(m, w)
+        m.roles[f"consumer {w}"] = consumer(m, w, tiles)
     steps = 0
     while m.roles:
         name = choose.choice(list(m.roles))
@@ -272,9 +329,9 @@ def run(shape: Shape, blocks: Sequence[int], seed: int, patience: int = 20000) -
                 del m.roles[name]
                 break
         steps += 1
-        if steps > patience * (1 + sum(blocks)):
+        if steps > patience * (1 + sum(tile.blocks for tile in tiles)):
             raise ProtocolError(f"deadlock; still alive: {sorted(m.roles)}")
-    if sorted(m.stored) != [(t, w) for t in range(len(blocks)) for w in range(shape.warpgroups)]:
+    if sorted(m.stored) != [(t, w) for t in range(len(tiles)) for w in range(shape.warpgroups)]:
         raise ProtocolError(f"stored {sorted(m.stored)}")
     if any(bar.here for bar in m.turn):
         raise ProtocolError("a turn was passed that nobody took")
