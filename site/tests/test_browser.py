@@ -235,6 +235,8 @@ def test_visualiser_gradients_add_up_to_the_dense_ones(watch: Watch) -> None:
 
 def test_visualiser_plays_pauses_and_restarts(watch: Watch) -> None:
     page = vis(watch)
+    slide(page, "tiles", 9)
+    slide(page, "sms", 1)
     slide(page, "speed", 60)
     page.click("#play")
     page.wait_for_function("Number(document.querySelector('[data-out=stepcount]').textContent) > 20")

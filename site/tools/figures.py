@@ -18,7 +18,7 @@ from flashtri_core.variants import causal
 def _figure(width: int, height: int, body: str, alt: str, caption: str) -> str:
     return (
         f'<figure class="ft-figure"><svg viewBox="0 0 {width} {height}" role="img" aria-label="{alt}" '
-        f'style="min-width:0">{body}</svg><figcaption>{caption}</figcaption></figure>'
+        f'style="max-width:{width * 1.12:g}px">{body}</svg><figcaption>{caption}</figcaption></figure>'
     )
 
 
@@ -226,10 +226,10 @@ def packed() -> str:
     cu, block = [0, 40, 56, 136], 32
     total, colours = cu[-1], ("blue", "now", "wait")
     at = lambda row: 10 + 640 * row / total  # noqa: E731
-    body = _text(10, 18, "rows in memory, no padding", "soft")
+    body = _text(10, 18, f"rows in memory, no padding: cu_seqlens = {cu}", "soft")
     for s, css in enumerate(colours):
         body += _rect(at(cu[s]) + 1, 28, at(cu[s + 1]) - at(cu[s]) - 2, 30, css)
-        body += _text(at(cu[s]) + 2, 76, f"cu[{s}] = {cu[s]}", "mono soft")
+        body += _text(at(cu[s]) + 2, 76, f"{cu[s]}", "mono soft")
     tiles = total // block + len(cu) - 1
     body += _text(10, 112, f"tile numbers 0 to {tiles - 1}: total // {block} + {len(cu) - 1} sequences", "soft")
     for t in range(tiles):
@@ -256,12 +256,12 @@ def pipeline() -> str:
         body += _rect(162 + 112 * j, 16, 46, 24, "card") + _text(185 + 112 * j, 33, f"V{j}", "mono", "middle")
     for lane in (0, 1):
         for j in range(4):
-            x, y = 150 + 56 * lane + 128 * j, 68 + 52 * lane
+            x, y = 136 + 56 * lane + 128 * j, 68 + 52 * lane
             body += _rect(x, y, 60, 24, "blue") + f'<text x="{x + 30}" y="{y + 16}" text-anchor="middle" style="font-size:11px;fill:var(--ft-paper)">{f"QK{j} PV{j - 1}" if j else "QK0"}</text>'
             body += _rect(x + 62, y, 62, 24, "now") + f'<text x="{x + 93}" y="{y + 16}" text-anchor="middle" style="font-size:11px;fill:#12151c">softmax {j}</text>'
     body += _text(110, 172, "time →", "soft")
     return _figure(
-        710, 182, body, "A producer loads K and V while two warpgroups alternate between matrix products and softmax",
+        712, 182, body, "A producer loads K and V while two warpgroups alternate between matrix products and softmax",
         "Schematic. Blue: tensor cores. Amber: exponentials. While one warpgroup exponentiates, the other multiplies; the loads run ahead of both.",
     )  # fmt: skip
 

@@ -86,10 +86,15 @@ def trace(mask_file: str, sides: tuple[int, int, bool], block_m: int, block_n: i
         found[kernel] = boards.tolist()
 
     extras = Extras()
-    run("fwd", lambda: launch.forward(problem, q, k, v, extras, out, lse, None))
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    run("dkdv", lambda: launch.backward(problem, do, None, q, k, v, out, lse, extras, None, dk, dv, None, None))
-    run("dq", lambda: launch.backward(problem, do, None, q, k, v, out, lse, extras, dq, None, None, None, None))
+
+    def backward(dq: Any, dk: Any, dv: Any) -> None:
+        plan = launch.Backward(problem, do, None, q, k, v, out, lse, extras, dq, dk, dv, None)
+        plan(do, None, q, k, v, out, lse, extras, dq, dk, dv, None, None)
+
+    run("fwd", lambda: launch.Forward(problem, q, k, v, extras, out, lse)(q, k, v, extras, out, lse, None))
+    run("dkdv", lambda: backward(None, dk, dv))
+    run("dq", lambda: backward(dq, None, None))
     return found
 
 

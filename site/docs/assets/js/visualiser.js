@@ -281,11 +281,11 @@
   if (calm.matches) control.speed.value = control.speed.min;
 
   put("speed", control.speed.value);
-  grids.forward.picked = 13;
+  grids.forward.picked = 11;
   grids.dkdv.picked = 1;
   grids.dq.picked = 13;
   reset();
-  for (let i = 0; i < 5; i++) step();
+  for (let i = 0; i < 20; i++) step(); // far enough that a few rows are finished and can be compared
   paint();
   root.dataset.ready = "true";
   Object.assign(flashtri, { visualiser: { grids, step, paint, config, get worst() { return worst; } } });
