@@ -14,8 +14,9 @@ Barriers (``full``: the bytes have landed; ``empty``: all readers are done; ``sl
     -------------                      -------------                     --------------------------------
     wait k_empty[s], load first K ---> k[kv_stages]
     wait q_empty[t, w]: O of the tile
-      before stands in q; store it
-    wait slot_empty, write ----------> slots[2]       ----------------> wait slot_full, read
+      before stands in q; store it,
+      which also frees its slot
+    write ---------------------------> slots[2]       ----------------> wait slot_full, read
     load Q --------------------------> q[q_stages, w] ----------------> wait q_full[t, w]
     wait k_empty[s], load K_j -------> k[kv_stages]   ----------------> wait k_full[s]; turn; issue S_j = Q K_j^T
     wait v_empty[s], load V_j-1 -----> v[kv_stages]   ----------------> (V_j-1 seen last step)  issue O += P V_j-1
@@ -23,7 +24,6 @@ Barriers (``full``: the bytes have landed; ``empty``: all readers are done; ``sl
                           k_empty[s] <-- S_j is in registers ---------- wait for the first product; softmax(S_j)
                           v_empty[s] <-- O is in registers  ----------- wait v_full (V_j); wait for the second; rescale O
                           q_empty    <-- O has replaced Q  ------------ after the tile's last product
-                          slot_empty <-- the tile is finished --------- at the same time
 
 Block counters run on across tiles, so stage = count % kv_stages and phase = (count // kv_stages) & 1 need no reset, and the
 producer fetches the next tile's Q and K while the consumers finish this one. :mod:`.protocol` is a model of these rules
@@ -72,7 +72,6 @@ class Bars(NamedTuple):
     v_full: Any
     v_empty: Any
     slot_full: Any
-    slot_empty: Any
 
 
 class Sizes(NamedTuple):
@@ -405,7 +404,6 @@ def finish_tile(
             store_masked(tail, O, stride_o, h, row0, q_row0, Nq, C.dv, M, C.dv_tail, C)
     fence_async_shared()
     mbarrier.arrive(bars.q_empty.index(q_stage), count=1)
-    mbarrier.arrive(bars.slot_empty.index(turn % 2), count=1)
 
 
 @gluon.jit
@@ -490,8 +488,7 @@ def producer(
         first, _lo, _hi, last = key_blocks(start_m, C.block_m, Nq, Nk, variant, args, C)
         load_k(k_descs, zb, hk, row0, last - 1, count, tiles, bars, C)
         send_output(turn - C.q_stages, o_descs, tiles, bars, C)
-        slot = turn % 2
-        mbarrier.wait(bars.slot_empty.index(slot), ((turn // 2) & 1) ^ 1)
+        slot = turn % 2  # free: the tile that had it is finished and sent
         write_slot(tiles.slots, slot, 0, start_m)
         write_slot(tiles.slots, slot, 1, z)
         write_slot(tiles.slots, slot, 2, h)
@@ -514,9 +511,9 @@ def producer(
             count += 1
         load_v(v_descs, zb, hk, row0, first, count - 1, tiles, bars, C)
         turn += 1
-    send_output(turn - 2, o_descs, tiles, bars, C)  # before its slot is written
+    if C.q_stages > 1:
+        send_output(turn - 2, o_descs, tiles, bars, C)
     slot = turn % 2
-    mbarrier.wait(bars.slot_empty.index(slot), ((turn // 2) & 1) ^ 1)
     write_slot(tiles.slots, slot, 0, -1)
     write_slot(tiles.slots, slot, 1, 0)  # consumers look up this head's numbers before they know
     write_slot(tiles.slots, slot, 2, 0)
@@ -713,7 +710,6 @@ def attn_fwd_hopper(
         barriers(C.kv_stages, 1),
         barriers(C.kv_stages, C.warpgroups),
         barriers(2, 1),
-        barriers(2, C.warpgroups),
     )
     fence_async_shared()
     sizes = Sizes(heads, group, Nq, Nk, blocks, batch_heads, head_group, num_tiles)

@@ -91,7 +91,7 @@ class Machine:
     def __post_init__(self) -> None:
         s = self.shape
         queries = s.q_stages * s.warpgroups
-        self.slot_full, self.slot_empty = _bars(2, 1), _bars(2, s.warpgroups)
+        self.slot_full = _bars(2, 1)
         self.q_full, self.q_empty = _bars(queries, 1), _bars(queries, 1)
         self.full = {x: _bars(s.kv_stages, 1) for x in "kv"}
         self.empty = {x: _bars(s.kv_stages, s.warpgroups) for x in "kv"}
@@ -177,7 +177,6 @@ def producer(m: Machine, tiles: Sequence[Tile]) -> Role:
             yield
 
     def announce(turn: int, label: int) -> Iterator[None]:
-        yield from m.slot_empty[turn % 2].wait(((turn // 2) & 1) ^ 1)
         m.slots[turn % 2] = None
         yield
         m.slots[turn % 2] = label
@@ -247,7 +246,6 @@ def consumer(m: Machine, w: int, tiles: Sequence[Tile]) -> Role:
         expect(m.q[at], ("Q", turn))
         m.q[at] = ("O", turn, w)
         m.q_empty[at].arrive()
-        m.slot_empty[turn % 2].arrive()
 
     if w == s.warpgroups - 1:
         pass_turn()
