@@ -1,0 +1,476 @@
+"""Backward on sm_90: one thread block owns 128 keys, two warpgroups own 64 of them each, one warp loads.
+
+The five products of FlashAttention-2's backward (algorithm 2), transposed so that keys are rows, because then P^T and
+dS^T stay in registers as the left operands of dV and dK::
+
+    S^T = K Q^T    P^T = exp(S^T - LSE)    dP^T = V dO^T    dS^T = P^T * (dP^T - delta)
+    dV += P^T dO            dK += dS^T Q            dQ += dS K
+
+dV and dK belong to this block. dQ does not: every key block adds to it, so it is gathered in an fp32 accumulator in memory
+by ``red.global.add``, zeroed by the pre-pass and converted to 16 bits afterwards (:mod:`.backward_ends`). The order of
+those additions varies from run to run; with ``C.dq = False`` the kernel leaves dQ out, and :mod:`.backward_split` computes
+it without sharing: the deterministic path.
+
+One step takes BLOCK_M query rows of one head; the heads of a GQA group follow one another, so that dK and dV are summed
+in registers. dQ's product needs dS of all 128 keys: each warpgroup writes its dS^T to shared memory, waits for the other's
+and computes one 64 x 64 half of the dQ tile (half the columns at D = 128, half the rows at D = 64).
+
+Barriers (``full``: the bytes are there; ``empty``: all readers are done)::
+
+    producer warp                      shared memory                  consumer warpgroup w (keys 64 w .. 64 w + 63)
+    -------------                      -------------                  ---------------------------------------------
+    load K, V (once) ----------------> k[w], v[w]       ------------> wait k_full, v_full
+    wait q_empty[s], load Q, LSE ----> q[q_stages]      ------------> wait q_full[s]; issue S^T = K Q^T
+    wait do_empty[s], load dO, delta > do[do_stages]    ------------> wait do_full[s]; issue dP^T = V dO^T
+                                       ds[2, w]         <------------ dS^T; arrive at ds_full[b]; issue dV += P^T dO
+                                       ds[2, 0], ds[2, 1] ----------> wait ds_full[b]; issue dQ = dS K, dK += dS^T Q
+                       do_empty[s] <-- dV, dQ are in registers ------ add dQ to memory
+                       q_empty[s]  <-- dK is in registers -----------
+
+``ds`` has two buffers and no ``empty`` barrier: a warpgroup that writes buffer b again has waited, one step before, for
+both warpgroups to fill the other buffer, and each of them did that after its last read of b. K's rows are read by both
+warpgroups (dQ), so ``k_done`` counts both in before dK leaves through K's buffer; V's rows are private.
+:mod:`.backward_protocol` is a model of these rules that tests execute in random order.
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ..schedule import dense_tile, packed_tile, span_of
+from .common import named_barrier_wait, reinterpret, tma_load, tma_store
+from .forward import barriers, clear_rows
+
+CLEARED = gl.constexpr(8)  # named barrier: both warpgroups have cleared their share of foreign rows
+BLOCK_N = gl.constexpr(128)  # keys per thread block
+HALF = gl.constexpr(64)  # keys per warpgroup, and the side of a dQ half
+CHUNK_BYTES = gl.constexpr(64 * 64 * 4)  # one dQ half in the accumulator
+
+# 32 accumulators of a thread -> 8 coalesced 16-byte reductions. Operands: $0-$7 results nobody reads (the builtin wants
+# an output per input: 32 x int8), $8-$39 values, $40-$71 the thread's address 32 times.
+_RED = "".join(
+    f"red.relaxed.gpu.global.add.v4.f32 [$40+{2048 * i}], {{${8 + 4 * i},${9 + 4 * i},${10 + 4 * i},${11 + 4 * i}}};\n"
+    for i in range(8)
+)
+RED_V4 = gl.constexpr("{\n" + _RED + "".join(f"mov.u32 ${i}, 0;\n" for i in range(8)) + "}")
+RED_V4_OPERANDS = gl.constexpr(",".join(["=r"] * 8 + ["f"] * 32 + ["l"] * 32))
+
+
+class Tiles(NamedTuple):
+    """Shared memory. ``k_panels`` and ``ds_panels`` are K and dS^T seen as 64 x 64 panels, dQ's operands."""
+
+    k: Any
+    v: Any
+    q: Any
+    do: Any
+    lse: Any
+    delta: Any
+    ds: Any
+    k_panels: Any
+    ds_panels: Any
+
+
+class Bars(NamedTuple):
+    """mbarriers; see the diagram above."""
+
+    k_full: Any
+    v_full: Any
+    k_done: Any
+    q_full: Any
+    q_empty: Any
+    do_full: Any
+    do_empty: Any
+    ds_full: Any
+
+
+class Sizes(NamedTuple):
+    """Run-time sizes that every partition needs; ``q_blocks`` counts blocks of BLOCK_M rows per head (or in all)."""
+
+    heads: Any
+    group: Any
+    Nq: Any
+    Nk: Any
+    blocks: Any
+    batch_heads: Any
+    head_group: Any
+    q_blocks: Any
+
+
+class Tile(NamedTuple):
+    """The key tile of this thread block and the query rows that see it: [lo, hi), of which [free_lo, free_hi) unmasked."""
+
+    z: Any
+    hk: Any
+    start_n: Any
+    q_row0: Any
+    k_row0: Any
+    Nq: Any
+    k_rows: Any
+    Nk: Any
+    lo: Any
+    free_lo: Any
+    free_hi: Any
+    hi: Any
+
+
+# ---------------------------------------------------------------------------------------------------------- schedule
+@gluon.jit
+def locate(sizes, CU_Q, CU_K, USED_K, variant, args, C: gl.constexpr):
+    """Which keys this thread block owns, and the blocks of query rows that it walks over (in units of BLOCK_M rows)."""
+    BLOCK_M: gl.constexpr = C.block_m
+    pid = gl.program_id(0)
+    if C.packed:
+        hk, z, start_n = packed_tile(pid, sizes.blocks, sizes.batch_heads, CU_K, BLOCK_N, False)
+    else:
+        zh, start_n = dense_tile(pid, sizes.blocks, sizes.batch_heads, sizes.head_group, BLOCK_N, False)
+        z = zh // sizes.heads
+        hk = zh % sizes.heads
+    q_row0, Nq, _used = span_of(CU_Q, None, z, sizes.Nq)
+    k_row0, k_rows, Nk = span_of(CU_K, USED_K, z, sizes.Nk)
+    end_n = gl.minimum(start_n + BLOCK_N, Nk)
+    lo, full_lo, full_hi, hi = variant.q_range(start_n, end_n, Nq, Nk, args.mask)
+    hi = gl.where(start_n < Nk, hi, 0)
+    lo = gl.minimum(lo, hi) // BLOCK_M
+    hi = (hi + BLOCK_M - 1) // BLOCK_M
+    free_lo = gl.minimum((full_lo + BLOCK_M - 1) // BLOCK_M, hi)
+    if C.edge_hi:
+        free_hi = gl.maximum(gl.minimum(full_hi // BLOCK_M, hi), free_lo)
+    else:
+        free_hi = hi
+    if C.ragged_keys:  # a tile that the keys do not fill masks every score
+        free_lo = gl.where(start_n + BLOCK_N > Nk, hi, free_lo)
+        free_hi = gl.maximum(free_hi, free_lo)
+    return Tile(z, hk, start_n, q_row0, k_row0, Nq, k_rows, Nk, lo, free_lo, free_hi, hi)
+
+
+@gluon.jit
+def first_block(z, h, q_row0, sizes, C: gl.constexpr):
+    """Number of the first BLOCK_M rows of head h among all blocks of the statistics and of the dQ accumulator.
+
+    Dense: heads one after another, each padded to whole blocks. Packed: sequence z starts at block q_row0 // BLOCK_M + z.
+    """
+    if C.packed:
+        block = h * sizes.q_blocks + q_row0 // C.block_m + z
+    else:
+        block = (z * sizes.heads * sizes.group + h) * sizes.q_blocks
+    return block
+
+
+@gluon.jit
+def ring(count, STAGES: gl.constexpr):
+    """Stage and phase of the count-th block."""
+    return count % STAGES, (count // STAGES) & 1
+
+
+# ---------------------------------------------------------------------------------------------------------- producer
+@gluon.jit
+def load_half(desc, z, h, row, barrier, tile):
+    tma_load(desc, [z, h, row, 0], barrier, tile.index(0))
+    tma_load(desc, [z, h, row + HALF, 0], barrier, tile.index(1))
+
+
+@gluon.jit
+def load_q(desc, lse_desc, z, h, row, block, count, tiles, bars, C: gl.constexpr):
+    stage, phase = ring(count, C.q_stages)
+    mbarrier.wait(bars.q_empty.index(stage), phase ^ 1)
+    mbarrier.expect(bars.q_full.index(stage), C.block_m * (2 * C.d + 4))
+    tma_load(desc, [z, h, row, 0], bars.q_full.index(stage), tiles.q.index(stage))
+    tma_load(lse_desc, [block * C.block_m], bars.q_full.index(stage), tiles.lse.index(stage))
+
+
+@gluon.jit
+def load_do(desc, delta_desc, z, h, row, block, count, tiles, bars, C: gl.constexpr):
+    stage, phase = ring(count, C.do_stages)
+    mbarrier.wait(bars.do_empty.index(stage), phase ^ 1)
+    mbarrier.expect(bars.do_full.index(stage), C.block_m * (2 * C.d + 4))
+    tma_load(desc, [z, h, row, 0], bars.do_full.index(stage), tiles.do.index(stage))
+    tma_load(delta_desc, [block * C.block_m], bars.do_full.index(stage), tiles.delta.index(stage))
+
+
+@gluon.jit
+def producer(
+    q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, CU_Q, CU_K, USED_K, sizes, variant, args, tiles, bars,
+    C: gl.constexpr,
+):  # fmt: skip
+    """Loads K and V once and streams Q, dO and their statistics."""
+    t = locate(sizes, CU_Q, CU_K, USED_K, variant, args, C)
+    zb = 0 if C.packed else t.z  # packed tensors have no batch axis
+    mbarrier.expect(bars.k_full.index(0), 4 * HALF * C.d)
+    load_half(k_desc, zb, t.hk, t.k_row0 + t.start_n, bars.k_full.index(0), tiles.k)
+    count = 0
+    for g in range(sizes.group):
+        h = t.hk * sizes.group + g
+        block0 = first_block(t.z, h, t.q_row0, sizes, C)
+        for m in range(t.lo, t.hi):
+            row = t.q_row0 + m * C.block_m
+            load_q(q_desc, lse_desc, zb, h, row, block0 + m, count, tiles, bars, C)
+            if count == 0:
+                mbarrier.expect(bars.v_full.index(0), 4 * HALF * C.d)
+                load_half(v_desc, zb, t.hk, t.k_row0 + t.start_n, bars.v_full.index(0), tiles.v)
+            load_do(do_desc, delta_desc, zb, h, row, block0 + m, count, tiles, bars, C)
+            count += 1
+
+
+# ------------------------------------------------------------------------------------------------------------- step
+@gluon.jit
+def opaque_zero():
+    """0 that ptxas cannot see through: else it hoists the descriptors of K and V out of the loop and spills them."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, 0;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def issue_dq(tiles, buffer, zero, WG: gl.constexpr, DQ_LAYOUT: gl.constexpr, C: gl.constexpr):
+    """Issue this warpgroup's half of dQ = dS K [64, 64] over all 128 keys of the tile."""
+    acc = gl.zeros([HALF, HALF], gl.float32, DQ_LAYOUT)
+    if C.d == 128:  # all 64 rows, 64 of 128 columns
+        ds0 = tiles.ds_panels.index(buffer * 2)
+        ds1 = tiles.ds_panels.index(buffer * 2 + 1)
+        k0 = tiles.k_panels.index(WG + zero)
+        k1 = tiles.k_panels.index(2 + WG + zero)
+    else:  # 64 of 128 rows, all 64 columns
+        ds0 = tiles.ds_panels.index(buffer * 4 + WG)
+        ds1 = tiles.ds_panels.index(buffer * 4 + 2 + WG)
+        k0 = tiles.k_panels.index(zero)
+        k1 = tiles.k_panels.index(1 + zero)
+    acc = warpgroup_mma(ds0.permute((1, 0)), k0, acc, use_acc=False, is_async=True)
+    return warpgroup_mma(ds1.permute((1, 0)), k1, acc, is_async=True)
+
+
+@gluon.jit
+def add_dq(dq, DQ_ACC, block, WG: gl.constexpr, DQ_LAYOUT: gl.constexpr):
+    """Add a [64, 64] half to the accumulator, which holds it thread by thread: 8 x 16 contiguous bytes per thread.
+
+    The thread's number is written with row and column: %tid.x inside the assembly would make ptxas lose uniformity for
+    the whole function (vote loops around every descriptor, 500 bytes of spills).
+    """
+    row = gl.arange(0, HALF, layout=gl.SliceLayout(1, DQ_LAYOUT))
+    col = gl.arange(0, HALF, layout=gl.SliceLayout(0, DQ_LAYOUT))
+    thread = ((row >> 4) * 32 + (row & 7) * 4)[:, None] + ((col & 7) >> 1)[None, :]
+    chunk = (block * 2 + WG).to(gl.int64)
+    address = DQ_ACC.to(gl.int64) + chunk * CHUNK_BYTES + (thread * 16).to(gl.int64)
+    gl.inline_asm_elementwise(RED_V4, RED_V4_OPERANDS, [dq, address], dtype=gl.int8, is_pure=False, pack=32)
+
+
+@gluon.jit
+def clear_foreign_queries(tiles, q_stage, do_stage, valid, WG: gl.constexpr, C: gl.constexpr):
+    """Zero the rows of Q and dO that belong to the next sequence: their P and dS are zero, but 0 * NaN is NaN."""
+    if valid < C.block_m:
+        if WG == 0:
+            clear_rows(tiles.q.index(q_stage).reshape([C.block_m, C.d]), valid, C.block_m, C.d)
+        else:
+            clear_rows(tiles.do.index(do_stage).reshape([C.block_m, C.d]), valid, C.block_m, C.d)
+        fence_async_shared()
+        named_barrier_wait(CLEARED, 128, 256)
+
+
+@gluon.jit
+def step(
+    dk, dv, count, h, m, block, t, unit_log2, variant, args, DQ_ACC, tiles, bars, WG: gl.constexpr, MASK: gl.constexpr,
+    S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, DQ_LAYOUT: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """BLOCK_M query rows of head h: dK, dV of this warpgroup's keys, and this warpgroup's half of the rows' dQ."""
+    BLOCK_M: gl.constexpr = C.block_m
+    dtype: gl.constexpr = tiles.k.dtype
+    q_stage, q_phase = ring(count, C.q_stages)
+    do_stage, do_phase = ring(count, C.do_stages)
+    buffer, ds_phase = ring(count, 2)
+    zero = opaque_zero()
+    k = tiles.k.index(WG + zero).reshape([HALF, C.d])
+    v = tiles.v.index(WG + zero).reshape([HALF, C.d])
+    q = tiles.q.index(q_stage).reshape([BLOCK_M, C.d])
+    do = tiles.do.index(do_stage).reshape([BLOCK_M, C.d])
+
+    mbarrier.wait(bars.q_full.index(q_stage), q_phase)
+    if MASK and C.packed:
+        mbarrier.wait(bars.do_full.index(do_stage), do_phase)
+        clear_foreign_queries(tiles, q_stage, do_stage, t.Nq - m * BLOCK_M, WG, C)
+    blank = gl.zeros([HALF, BLOCK_M], gl.float32, S_LAYOUT)
+    s = warpgroup_mma(k, q.permute((1, 0)), blank, use_acc=False, is_async=True)
+    mbarrier.wait(bars.do_full.index(do_stage), do_phase)
+    dp = warpgroup_mma(v, do.permute((1, 0)), blank, use_acc=False, is_async=True)
+
+    s = warpgroup_mma_wait(1, deps=(s,))
+    lse_log2 = tiles.lse.index(q_stage).load(gl.SliceLayout(0, S_LAYOUT))
+    i = (m * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, S_LAYOUT)))[None, :]
+    j = (t.start_n + WG * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, S_LAYOUT)))[:, None]
+    raw = variant.score(s, args.score)
+    p = gl.exp2(variant.alibi(raw, t.z, h, i, j, t.Nq, t.Nk, args.alibi) * unit_log2 - lse_log2[None, :])
+    if MASK:
+        keep = variant.keep(i, j, t.Nq, t.Nk, args.mask)
+        if C.ragged_keys:
+            keep = keep & (j < t.Nk)
+        p = gl.where(keep, p, 0.0)
+    p16 = gl.convert_layout(p.to(dtype), P_LAYOUT)
+    if C.early_dv:
+        dv = warpgroup_mma(p16, do, dv, is_async=True)
+        dp = warpgroup_mma_wait(1, deps=(dp,))
+    else:
+        # known to be satisfied: a branch, which keeps ptxas from hoisting the wait for dP above exp2
+        mbarrier.wait(bars.do_full.index(do_stage), do_phase)
+        dp = warpgroup_mma_wait(0, deps=(dp,))
+    delta = tiles.delta.index(do_stage).load(gl.SliceLayout(0, S_LAYOUT))
+    ds = variant.score_grad(p * (dp - delta[None, :]), raw, args.score).to(dtype)
+    ds16 = gl.convert_layout(ds, P_LAYOUT)
+    if C.dq:
+        tiles.ds.index(buffer * 2 + WG).store(ds)
+        fence_async_shared()
+        mbarrier.arrive(bars.ds_full.index(buffer), count=1)
+    if not C.early_dv:
+        dv = warpgroup_mma(p16, do, dv, is_async=True)
+    if C.dq:
+        mbarrier.wait(bars.ds_full.index(buffer), ds_phase)
+        dq = issue_dq(tiles, buffer, zero, WG, DQ_LAYOUT, C)
+        dk = warpgroup_mma(ds16, q, dk, is_async=True)
+        dv, dq = warpgroup_mma_wait(1, deps=(dv, dq))
+        mbarrier.arrive(bars.do_empty.index(do_stage), count=1)
+        # A branch again, on a barrier that cannot advance before this warpgroup does: the additions stay above the wait.
+        mbarrier.wait(bars.ds_full.index(buffer), ds_phase)
+        add_dq(dq, DQ_ACC, block, WG, DQ_LAYOUT)
+    else:
+        dk = warpgroup_mma(ds16, q, dk, is_async=True)
+        dv = warpgroup_mma_wait(1, deps=(dv,))
+        mbarrier.arrive(bars.do_empty.index(do_stage), count=1)
+    dk = warpgroup_mma_wait(0, deps=(dk,))
+    mbarrier.arrive(bars.q_empty.index(q_stage), count=1)
+    return dk, dv
+
+
+# ---------------------------------------------------------------------------------------------------------- epilogue
+@gluon.jit
+def store_rows(x, tile, desc, X, stride, z, h, row, row0, rows, HEAD_DIM: gl.constexpr, C: gl.constexpr):
+    """64 rows of a gradient leave through ``tile``, the buffer of the operand that they are the gradient of.
+
+    Dense tensors go by TMA, which drops rows past the end. In a packed tensor those rows are the next sequence's.
+    """
+    stage = tile.reshape([HALF, C.d])
+    stage.store(x.to(tile.dtype))
+    if C.packed:
+        PER_ROW: gl.constexpr = C.d // 8
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // PER_ROW, PER_ROW], [4, 1], [1, 0])
+        offs = row + gl.arange(0, HALF, layout=gl.SliceLayout(1, LAYOUT))
+        cols = gl.arange(0, C.d, layout=gl.SliceLayout(0, LAYOUT))
+        # strides are multiples of 8 elements (the host has checked), which the compiler needs for 16-byte stores
+        head = gl.multiple_of(h.to(gl.int64) * stride[1], 8)
+        line = gl.multiple_of((row0 + offs).to(gl.int64) * stride[2], 8)
+        ptrs = X + head + line[:, None] + cols[None, :]
+        gl.store(ptrs, stage.load(LAYOUT), mask=(offs < rows)[:, None] & (cols < HEAD_DIM)[None, :])
+    else:
+        fence_async_shared()
+        tma_store(desc, [z, h, row, 0], tile)
+
+
+@gluon.jit
+def consumer(
+    dk_desc, dv_desc, DK, DV, stride_dk, stride_dv, DQ_ACC, CU_Q, CU_K, USED_K, unit_log2, softmax_scale, sizes, variant,
+    args, tiles, bars, WG: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """Warpgroup WG: keys start_n + 64 WG and the 63 that follow."""
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.block_m, 16])
+    KV_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.d, 16])
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, KV_LAYOUT, 2)
+    DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    t = locate(sizes, CU_Q, CU_K, USED_K, variant, args, C)
+    dk = gl.zeros([HALF, C.d], gl.float32, KV_LAYOUT)
+    dv = gl.zeros([HALF, C.d], gl.float32, KV_LAYOUT)
+    count = 0
+    mbarrier.wait(bars.k_full.index(0), 0)
+    if t.lo < t.hi:
+        mbarrier.wait(bars.v_full.index(0), 0)
+        if C.packed or C.used:  # rows past the keys in use are another sequence's, or nobody's
+            valid = t.Nk - t.start_n - WG * HALF
+            if t.Nk - t.start_n < BLOCK_N:
+                clear_rows(tiles.k.index(WG).reshape([HALF, C.d]), valid, HALF, C.d)
+                clear_rows(tiles.v.index(WG).reshape([HALF, C.d]), valid, HALF, C.d)
+                fence_async_shared()
+                named_barrier_wait(CLEARED, 128, 256)
+    for g in range(sizes.group):
+        h = t.hk * sizes.group + g
+        block0 = first_block(t.z, h, t.q_row0, sizes, C)
+        if C.edge_lo:
+            for m in range(t.lo, t.free_lo):
+                dk, dv = step(dk, dv, count, h, m, block0 + m, t, unit_log2, variant, args, DQ_ACC, tiles, bars, WG, True,
+                              S_LAYOUT, P_LAYOUT, DQ_LAYOUT, C)  # fmt: skip
+                count += 1
+        for m in range(gl.maximum(t.lo, t.free_lo), t.free_hi):
+            dk, dv = step(dk, dv, count, h, m, block0 + m, t, unit_log2, variant, args, DQ_ACC, tiles, bars, WG, False,
+                          S_LAYOUT, P_LAYOUT, DQ_LAYOUT, C)  # fmt: skip
+            count += 1
+        if C.edge_hi:
+            for m in range(t.free_hi, t.hi):
+                dk, dv = step(dk, dv, count, h, m, block0 + m, t, unit_log2, variant, args, DQ_ACC, tiles, bars, WG, True,
+                              S_LAYOUT, P_LAYOUT, DQ_LAYOUT, C)  # fmt: skip
+                count += 1
+    zb = 0 if C.packed else t.z
+    row = t.start_n + WG * HALF
+    if C.dq:
+        mbarrier.arrive(bars.k_done.index(0), count=1)
+    store_rows(dv, tiles.v.index(WG), dv_desc, DV, stride_dv, zb, t.hk, row, t.k_row0, t.k_rows, C.head_dim_v, C)
+    if C.dq:
+        mbarrier.wait(bars.k_done.index(0), 0)
+    dk = dk * softmax_scale
+    store_rows(dk, tiles.k.index(WG), dk_desc, DK, stride_dk, zb, t.hk, row, t.k_row0, t.k_rows, C.head_dim, C)
+    tma.store_wait(0)
+
+
+# ------------------------------------------------------------------------------------------------------------ kernel
+@gluon.jit(
+    do_not_specialize=["Nq", "Nk", "blocks", "batch_heads", "head_group", "heads", "group", "q_blocks"],
+    do_not_specialize_on_alignment=["CU_Q", "CU_K", "USED_K"],
+)
+def attn_bwd_hopper(
+    q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, dk_desc, dv_desc, DK, DV, stride_dk, stride_dv, DQ_ACC, CU_Q,
+    CU_K, USED_K, variant, args, unit_log2, softmax_scale, heads, group, Nq, Nk, blocks, batch_heads, head_group, q_blocks,
+    C: gl.constexpr,
+):  # fmt: skip
+    """Grid: one thread block per 128 keys of a key head. ``C`` is a :class:`.BackwardConfig`; ``heads`` counts key heads.
+
+    ``lse_desc``, ``delta_desc``: fp32, blocks of BLOCK_M rows as :func:`first_block` numbers them, LSE in base 2 and +inf on
+    rows that are not there. ``DQ_ACC``: fp32, BLOCK_M * D zeros per block.
+    """
+    dtype: gl.constexpr = q_desc.dtype
+    PANEL: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    k = gl.allocate_shared_memory(dtype, [2, 1, 1, HALF, C.d], k_desc.layout)
+    v = gl.allocate_shared_memory(dtype, [2, 1, 1, HALF, C.d], v_desc.layout)
+    q = gl.allocate_shared_memory(dtype, [C.q_stages, 1, 1, C.block_m, C.d], q_desc.layout)
+    do = gl.allocate_shared_memory(dtype, [C.do_stages, 1, 1, C.block_m, C.d], do_desc.layout)
+    lse = gl.allocate_shared_memory(gl.float32, [C.q_stages, C.block_m], lse_desc.layout)
+    delta = gl.allocate_shared_memory(gl.float32, [C.do_stages, C.block_m], delta_desc.layout)
+    if C.dq:
+        ds = gl.allocate_shared_memory(dtype, [4, HALF, C.block_m], PANEL)  # [buffer * 2 + warpgroup]
+        ds_panels = reinterpret(ds, dtype, [4 * (C.block_m // 64), 64, 64], PANEL)
+        k_panels = reinterpret(k, dtype, [2 * (C.d // 64), 64, 64], PANEL)
+    else:
+        ds = k
+        ds_panels = k
+        k_panels = k
+    tiles = Tiles(k, v, q, do, lse, delta, ds, k_panels, ds_panels)
+    bars = Bars(
+        barriers(1, 1),
+        barriers(1, 1),
+        barriers(1, 2),
+        barriers(C.q_stages, 1),
+        barriers(C.q_stages, 2),
+        barriers(C.do_stages, 1),
+        barriers(C.do_stages, 2),
+        barriers(2, 2),
+    )
+    fence_async_shared()
+    sizes = Sizes(heads, group, Nq, Nk, blocks, batch_heads, head_group, q_blocks)
+    gl.warp_specialize([
+        (consumer, (dk_desc, dv_desc, DK, DV, stride_dk, stride_dv, DQ_ACC, CU_Q, CU_K, USED_K, unit_log2, softmax_scale,
+                    sizes, variant, args, tiles, bars, 0, C)),
+        (consumer, (dk_desc, dv_desc, DK, DV, stride_dk, stride_dv, DQ_ACC, CU_Q, CU_K, USED_K, unit_log2, softmax_scale,
+                    sizes, variant, args, tiles, bars, 1, C)),
+        (producer, (q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, CU_Q, CU_K, USED_K, sizes, variant, args, tiles,
+                    bars, C)),
+    ], [4, 1], [C.consumer_regs, C.producer_regs])  # fmt: skip
