@@ -20,7 +20,6 @@ import footprint  # noqa: E402
 import messages  # noqa: E402
 import support  # noqa: E402
 
-
 CORE = HERE.parent / "packages" / "core" / "src" / "flashtri_core"
 
 
@@ -39,7 +38,9 @@ def _functions(path: Path, names: tuple[str, ...]) -> str:
     missing = set(names) - set(found)
     if missing:
         raise ValueError(f"{path.name} has no function {sorted(missing)[0]}")
-    cut = lambda node: "\n".join(lines[node.decorator_list[0].lineno - 1 if node.decorator_list else node.lineno - 1 : node.end_lineno])  # noqa: E731
+    cut = lambda node: "\n".join(
+        lines[node.decorator_list[0].lineno - 1 if node.decorator_list else node.lineno - 1 : node.end_lineno]
+    )
     return "\n\n\n".join(cut(found[name]) for name in names)
 
 
@@ -81,7 +82,9 @@ def define_env(env: Any) -> None:
 
     @env.macro
     def quick_facts() -> str:
-        items = "".join(f"<div><dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd></div>" for k, v in facts.facts().items())
+        items = "".join(
+            f"<div><dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd></div>" for k, v in facts.facts().items()
+        )
         return f'<dl class="ft-facts">{items}</dl>'
 
     @env.macro
@@ -91,7 +94,8 @@ def define_env(env: Any) -> None:
         tile = footprint.human(128 * 64 * 2)
         return (
             f'<div class="ft-contrast"><div><h2>Ordinary attention writes</h2>'
-            f'<p class="ft-huge" id="contrast-ordinary">{footprint.human(long.score_matrix)}</p><div class="ft-scaled">{ordinary}'
+            f'<p class="ft-huge" id="contrast-ordinary">{footprint.human(long.score_matrix)}</p>'
+            f'<div class="ft-scaled">{ordinary}'
             f"<p>of score matrix to main memory, per head, at {long.seqlen:,} tokens in fp16. Then it reads it back, "
             f"writes as much again, and reads that.</p></div></div>"
             f'<div><h2>These kernels write</h2><p class="ft-huge" id="contrast-ours">0 B</p><div class="ft-scaled">{ours}'
@@ -103,14 +107,20 @@ def define_env(env: Any) -> None:
     def hero_schedule() -> str:
         """The schedule of the home page's animation, out of the exported one."""
         tiles = json.loads((HERE / "docs" / "data" / "tiles.json").read_text())
-        data = {"programs": tiles["rows"]["causal/64x64/12"], "edges": tiles["masks"]["causal"]["kv_edges"], "rows": 12, "cols": 12}
+        data = {
+            "programs": tiles["rows"]["causal/64x64/12"],
+            "edges": tiles["masks"]["causal"]["kv_edges"],
+            "rows": 12,
+            "cols": 12,
+        }
         return f'<script type="application/json">{json.dumps(data, separators=(",", ":"))}</script>'
 
     @env.macro
     def feature_table() -> str:
         names = {"bias": "[additive bias](bias.md)", "mask": "[boolean mask](mask.md)", "sink": "[learnable sink](sink.md)",
                  "causal": "[causal](causal.md)", "window": "[sliding window](window.md)", "softcap": "[softcap](softcap.md)",
-                 "alibi": "[ALiBi](alibi.md)", "dropout": "[dropout](dropout.md)", "gqa": "grouped heads", "seqused_k": "`seqused_k`"}  # fmt: skip
+                 "alibi": "[ALiBi](alibi.md)", "dropout": "[dropout](dropout.md)", "gqa": "grouped heads",
+                 "seqused_k": "`seqused_k`"}  # fmt: skip
         rows = [[names.get(name, name), *answers] for name, *answers in support.features()]
         return _table(["feature", "Triton kernels", "Hopper kernels", "CPU"], rows)
 
@@ -125,7 +135,10 @@ def define_env(env: Any) -> None:
 
     @env.macro
     def message_table() -> str:
-        return _table(["what was done", "the message", "what to do"], [[w, m.replace("<", "&lt;").replace("*", "\\*"), a] for w, m, a in messages.rows()])
+        return _table(
+            ["what was done", "the message", "what to do"],
+            [[w, m.replace("<", "&lt;").replace("*", "\\*"), a] for w, m, a in messages.rows()],
+        )
 
     @env.macro
     def bench_state() -> str:

@@ -28,7 +28,15 @@ def document() -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
 
     def add(case: Any, op: str, impl: str, metric: str, **figures: Any) -> None:
-        row = {"run": RUN["id"], "suite": case.suite, "case": case.id, "op": op, "impl": impl, "dtype": "bf16", "metric": metric}
+        row = {
+            "run": RUN["id"],
+            "suite": case.suite,
+            "case": case.id,
+            "op": op,
+            "impl": impl,
+            "dtype": "bf16",
+            "metric": metric,
+        }
         rows.append({**row, **results.describe(case), "resolved": None, "check": CHECK, **figures})
 
     for case in SUITES["grid"]:

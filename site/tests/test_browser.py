@@ -87,7 +87,10 @@ class Watch:
         self.context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme, **options)
         self.context.route(lambda url: not url.startswith((base, "data:", "blob:")), self.outside)
         self.page: Page = self.context.new_page()
-        self.page.on("console", lambda m: self.trouble.append(f"console {m.type}: {m.text}") if m.type in ("error", "warning") else None)
+        self.page.on(
+            "console",
+            lambda m: self.trouble.append(f"console {m.type}: {m.text}") if m.type in ("error", "warning") else None,
+        )
         self.page.on("pageerror", lambda error: self.trouble.append(f"error: {error}"))
         self.page.on("response", lambda r: self.trouble.append(f"{r.status} {r.url}") if r.status >= 400 else None)
 
@@ -131,9 +134,13 @@ def test_every_page_is_quiet_fits_and_is_accessible(browser: Browser, base: str,
             if not page.evaluate("!!document.querySelector('main h1')?.textContent.trim()"):
                 problems.append(f"{name}: no heading")
             page.evaluate(AXE)
-            found = page.evaluate("axe.run({runOnly: ['wcag2a', 'wcag2aa', 'wcag21a', 'wcag21aa', 'wcag22aa'], resultTypes: ['violations']})")
+            found = page.evaluate(
+                "axe.run({runOnly: ['wcag2a', 'wcag2aa', 'wcag21a', 'wcag21aa', 'wcag22aa'], resultTypes: ['violations']})"
+            )
             for violation in found["violations"]:
-                nodes = [f"{n['target']}: {n['failureSummary'].splitlines()[-1].strip()}" for n in violation["nodes"][:3]]
+                nodes = [
+                    f"{n['target']}: {n['failureSummary'].splitlines()[-1].strip()}" for n in violation["nodes"][:3]
+                ]
                 problems.append(f"{name} ({scheme}): {violation['id']} x{len(violation['nodes'])} {nodes}")
     assert problems == []
 
@@ -170,7 +177,9 @@ def read(page: Page, name: str) -> str:
 
 
 def slide(page: Page, name: str, value: int) -> None:
-    page.locator(f"[data-control={name}]").evaluate(f"node => {{ node.value = {value}; node.dispatchEvent(new Event('input')); }}")
+    page.locator(f"[data-control={name}]").evaluate(
+        f"node => {{ node.value = {value}; node.dispatchEvent(new Event('input')); }}"
+    )
 
 
 @pytest.mark.parametrize("mask", ["full", "causal", "window", "band"])
@@ -195,17 +204,24 @@ def test_visualiser_runs_to_the_end_and_is_exact(watch: Watch, mask: str) -> Non
 
 def test_page_mask_agrees_with_the_kernels_eager_twin(watch: Watch) -> None:
     import torch
+
     from flashtri_core.variants import MASKS
     from flashtri_core.variants.window import normalise
 
     page = vis(watch)
     i, j = torch.arange(300)[:, None], torch.arange(300)[None, :]
-    for given, kind, sides in (([-1, -1], "full", (-1, -1, False)), ([-1, 0], "causal", (-1, -1, True)), ([255, 0], "window", (255, 0, True)), ([128, 128], "window", (128, 128, False))):
+    for given, kind, sides in (
+        ([-1, -1], "full", (-1, -1, False)),
+        ([-1, 0], "causal", (-1, -1, True)),
+        ([255, 0], "window", (255, 0, True)),
+        ([128, 128], "window", (128, 128, False)),
+    ):
         want = MASKS[kind].keep_eager(i, j, 300, 300, *normalise(*sides)).sum(1).tolist()
         got = page.evaluate(
             """window => {
                 const head = new flashtri.Head(300, 1, window);
-                return Array.from({length: 300}, (_, i) => Array.from({length: 300}, (_, j) => head.sees(i, j)).filter(Boolean).length);
+                const all = Array.from({length: 300}, (_, i) => i);
+                return all.map((i) => all.filter((j) => head.sees(i, j)).length);
             }""",
             given,
         )
@@ -223,10 +239,13 @@ def test_visualiser_gradients_add_up_to_the_dense_ones(watch: Watch) -> None:
             const dq = new flashtri.QueryGradient(head, 70), dkv = new flashtri.KeyGradient(head, 33);
             for (let at = 0; at < 128; at += 32) { dq.step(at, at + 32); dkv.step(at, at + 32); }
             const list = (x) => Array.from(x);
-            return {q: list(head.q), k: list(head.k), v: list(head.v), dO: list(head.dO), dq: list(dq.sums[0]), dk: list(dkv.sums[0]), dv: list(dkv.sums[1])};
+            const sums = {dq: list(dq.sums[0]), dk: list(dkv.sums[0]), dv: list(dkv.sums[1])};
+            return {q: list(head.q), k: list(head.k), v: list(head.v), dO: list(head.dO), ...sums};
         }"""
     )
-    q, k, v, do = (torch.tensor(got[n], dtype=torch.float64).view(128, 8).requires_grad_() for n in ("q", "k", "v", "dO"))
+    q, k, v, do = (
+        torch.tensor(got[n], dtype=torch.float64).view(128, 8).requires_grad_() for n in ("q", "k", "v", "dO")
+    )
     s = (q @ k.T * 8**-0.5).masked_fill(torch.ones(128, 128).triu(1).bool(), -torch.inf)
     (s.softmax(1) @ v).backward(do.detach())
     for name, want in (("dq", q.grad[70]), ("dk", k.grad[33]), ("dv", v.grad[33])):
@@ -329,8 +348,13 @@ def test_calculator_agrees_with_python(watch: Watch) -> None:
     from footprint import Shape, human, kernel_limit, ordinary_limit
 
     page = watch.open("calculator")
-    number = lambda text: int("".join(c for c in text if c.isdigit()) or 0)  # noqa: E731
-    for batch, heads, n, d, dtype, gib in ((1, 32, 8192, 128, "fp16", 80), (3, 7, 1000, 96, "fp32", 24), (64, 128, 131072, 256, "bf16", 8), (1, 1, 1, 1, "fp16", 141)):
+    number = lambda text: int("".join(c for c in text if c.isdigit()) or 0)
+    for batch, heads, n, d, dtype, gib in (
+        (1, 32, 8192, 128, "fp16", 80),
+        (3, 7, 1000, 96, "fp32", 24),
+        (64, 128, 131072, 256, "bf16", 8),
+        (1, 1, 1, 1, "fp16", 141),
+    ):
         for name, value in (("batch", batch), ("heads", heads), ("seqlen", n), ("headDim", d), ("memory", gib)):
             page.fill(f"#footprint [name={name}]", str(value))
         page.select_option("#footprint [name=dtype]", dtype)
@@ -339,13 +363,18 @@ def test_calculator_agrees_with_python(watch: Watch) -> None:
         assert page.inner_text("[data-cost=kernel]") == human(shape.kernel)
         assert number(page.inner_text("[data-cost=limit]")) == ordinary_limit(gib << 30, shape)
         assert number(page.inner_text("[data-cost=ourlimit]")) == kernel_limit(gib << 30, shape)
-        exact = page.evaluate("s => [flashtri.footprint.scoreMatrix(s), flashtri.footprint.kernel(s)]", {"batch": batch, "heads": heads, "seqlen": n, "headDim": d, "dtype": dtype})
+        exact = page.evaluate(
+            "s => [flashtri.footprint.scoreMatrix(s), flashtri.footprint.kernel(s)]",
+            {"batch": batch, "heads": heads, "seqlen": n, "headDim": d, "dtype": dtype},
+        )
         assert exact == [shape.score_matrix, shape.kernel]
 
 
 def test_calculator_slider_and_bad_input(watch: Watch) -> None:
     page = watch.open("calculator")
-    page.locator("#footprint [name=slider]").evaluate("n => { n.value = 17; n.dispatchEvent(new Event('input', {bubbles: true})); }")
+    page.locator("#footprint [name=slider]").evaluate(
+        "n => { n.value = 17; n.dispatchEvent(new Event('input', {bubbles: true})); }"
+    )
     assert page.input_value("#footprint [name=seqlen]") == "131072"
     before = page.inner_text("[data-cost=score]")
     page.fill("#footprint [name=heads]", "0")
@@ -372,6 +401,7 @@ def test_benchmarks_show_what_the_file_holds(watch: Watch) -> None:
 def test_benchmark_filters_and_charts(watch: Watch) -> None:
     import bench_page
     import synthetic
+
     from flashtri_bench import results
 
     document = synthetic.document()
@@ -386,14 +416,20 @@ def test_benchmark_filters_and_charts(watch: Watch) -> None:
         return page.locator("#bench-table tbody tr td:first-child").all_inner_texts()
 
     # it opens on D = 128, causal, forward
-    assert {c for c in cases() if c.startswith("grid")} == {f"grid-d128-causal-n{n}" for n in (512, 1024, 2048, 4096, 8192, 16384)}
+    assert {c for c in cases() if c.startswith("grid")} == {
+        f"grid-d128-causal-n{n}" for n in (512, 1024, 2048, 4096, 8192, 16384)
+    }
     assert page.locator("#bench-charts figure").count() == 3
     assert "eager, out of memory at" in page.inner_text("#bench-charts")
     page.select_option("[data-filter=d]", "64")
     page.select_option("[data-filter=mask]", "full")
-    assert {c for c in cases() if c.startswith("grid")} == {f"grid-d64-full-n{n}" for n in (512, 1024, 2048, 4096, 8192, 16384)}
+    assert {c for c in cases() if c.startswith("grid")} == {
+        f"grid-d64-full-n{n}" for n in (512, 1024, 2048, 4096, 8192, 16384)
+    }
     page.select_option("[data-filter=op]", "bwd")
-    assert set(page.locator("#bench-table tbody tr:has(td:text-matches('^grid')) td:nth-child(2)").all_inner_texts()) == {"backward"}
+    assert set(
+        page.locator("#bench-table tbody tr:has(td:text-matches('^grid')) td:nth-child(2)").all_inner_texts()
+    ) == {"backward"}
     page.select_option("[data-filter=impl]", "eager")
     assert set(page.locator("#bench-table tbody tr td:nth-child(3)").all_inner_texts()) <= {"flashtri", "eager"}
     for name in ("d", "mask", "op", "impl"):
@@ -417,7 +453,7 @@ def test_search_finds_and_opens(watch: Watch) -> None:
 
 def test_dark_mode_switches_and_stays(watch: Watch) -> None:
     page = watch.open("visualiser")
-    scheme = lambda: page.evaluate("document.body.dataset.mdColorScheme")  # noqa: E731
+    scheme = lambda: page.evaluate("document.body.dataset.mdColorScheme")
     assert scheme() == "default"
     page.locator("label[for=__palette_1]:visible").click()
     assert scheme() == "slate"

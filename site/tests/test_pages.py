@@ -14,8 +14,9 @@ import links
 import messages
 import pytest
 import support
-from flashtri_core.variants import FEATURES
 from footprint import Shape
+
+from flashtri_core.variants import FEATURES
 
 SITE = Path(__file__).parents[1]
 DOCS = SITE / "docs"
@@ -51,12 +52,13 @@ def test_every_figure_draws() -> None:
 
 
 @pytest.mark.parametrize(
-    "shape", [Shape(1, 32, 8192, 128), Shape(3, 5, 777, 96, "fp32"), Shape(1, 1, 1, 256), Shape(16, 64, 65536, 64, "bf16")]
+    "shape",
+    [Shape(1, 32, 8192, 128), Shape(3, 5, 777, 96, "fp32"), Shape(1, 1, 1, 256), Shape(16, 64, 65536, 64, "bf16")],
 )
 @pytest.mark.parametrize("gib", [8, 80, 141])
 def test_limits_are_the_last_that_fit(shape: Shape, gib: int) -> None:
     memory = gib << 30
-    at = lambda n: Shape(shape.batch, shape.heads, n, shape.head_dim, shape.dtype)  # noqa: E731
+    at = lambda n: Shape(shape.batch, shape.heads, n, shape.head_dim, shape.dtype)
     n = footprint.ordinary_limit(memory, shape)
     assert at(n).tensors + at(n).score_matrix <= memory < at(n + 1).tensors + at(n + 1).score_matrix
     n = footprint.kernel_limit(memory, shape)

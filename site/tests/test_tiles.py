@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from flashtri_core.variants import MASKS
 from flashtri_core.variants.window import normalise
 
@@ -54,7 +55,10 @@ def test_bounds_against_brute_force(exported: dict[str, Any], mask: str) -> None
         tiles = visible.view(n // block_m, block_m, n // block_n, block_n)
         some, every = tiles.any(3).any(1), tiles.all(3).all(1)
         edges = exported["masks"][mask]
-        for axis, programs, which in (("rows", exported["rows"], "kv_edges"), ("columns", exported["columns"], "q_edges")):
+        for axis, programs, which in (
+            ("rows", exported["rows"], "kv_edges"),
+            ("columns", exported["columns"], "q_edges"),
+        ):
             own_some, own_every = (some, every) if axis == "rows" else (some.T, every.T)
             assert sorted(p[0] for p in programs[key]) == list(range(len(own_some))), key
             for program in programs[key]:
@@ -81,7 +85,12 @@ def test_causal_starts_with_the_longest_program(exported: dict[str, Any]) -> Non
 def test_the_kernels_compute_exactly_these_tiles(exported: dict[str, Any]) -> None:
     """The boards that the real kernels filled in from inside, under the interpreter."""
     run = subprocess.run(
-        [sys.executable, str(TOOLS / "trace_tiles.py")], env=INTERPRETER, check=True, timeout=600, capture_output=True, text=True
+        [sys.executable, str(TOOLS / "trace_tiles.py")],
+        env=INTERPRETER,
+        check=True,
+        timeout=600,
+        capture_output=True,
+        text=True,
     )
     traced = json.loads(run.stdout)
     assert len(traced) == 8

@@ -40,13 +40,24 @@ def page_data(document: dict[str, Any]) -> dict[str, Any]:
         flat = {name: row[name] for name in ("run", "suite", "case", "op", "impl", "dtype", "metric")}
         flat |= {"d": row["shape"]["head_dim"], "n": row["shape"]["seqlen_k"], "mask": mask_of(row["features"])}
         if row["metric"] == "time":
-            flat |= {"ms": row["time_ms"]["p50"], "tflops": row.get("tflops"), "limit": (row.get("limit") or {}).get("fraction")}
+            flat |= {
+                "ms": row["time_ms"]["p50"],
+                "tflops": row.get("tflops"),
+                "limit": (row.get("limit") or {}).get("fraction"),
+            }
         elif row["metric"] == "memory":
-            flat |= {"bytes": row["memory"]["extra_bytes"], "oom": row["memory"]["oom"], "cap": row["memory"]["cap_bytes"]}
+            flat |= {
+                "bytes": row["memory"]["extra_bytes"],
+                "oom": row["memory"]["oom"],
+                "cap": row["memory"]["cap_bytes"],
+            }
         elif row["metric"] == "error":
             flat |= {"inputs": row["error"]["inputs"]} | {t: row["error"][t]["rmse"] for t in ("out", "dq", "dk", "dv")}
         else:
             continue  # host time and first call are tables of their own in the bench package's report
         rows.append(flat)
-    runs = [{name: run[name] for name in ("id", "started_at", "commit", "command", "environment", "protocol", "ceilings")} for run in document["runs"]]
+    runs = [
+        {name: run[name] for name in ("id", "started_at", "commit", "command", "environment", "protocol", "ceilings")}
+        for run in document["runs"]
+    ]
     return {"runs": runs, "rows": rows}

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+
 from flashtri_core.kernels.schedule import block_bounds, dense_tile
 from flashtri_core.variants import MASKS
 from flashtri_core.variants.window import UNBOUNDED, normalise
@@ -31,7 +32,9 @@ TILES = [4, 6, 8, 10, 12, 16, 20, 24, 28, 32]  # along the longer side of the gr
 
 
 @triton.jit
-def bounds_kernel(OUT, LENGTHS, args, RANGE: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr, LAST_FIRST: tl.constexpr):
+def bounds_kernel(
+    OUT, LENGTHS, args, RANGE: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr, LAST_FIRST: tl.constexpr
+):
     """Every program of 16 grids at once: for each length and program id, its tile and the bounds of its loop, in tiles.
 
     OWN is the block size a program owns, OTHER the one its loop walks over. Forward and dQ own queries and start with
@@ -57,7 +60,9 @@ def seqlen(tiles: int, block_m: int, block_n: int) -> int:
     return tiles * min(block_m, block_n)
 
 
-def programs(axis: str, mask_file: str, sides: tuple[int, int, bool], block_m: int, block_n: int) -> list[list[list[int]]]:
+def programs(
+    axis: str, mask_file: str, sides: tuple[int, int, bool], block_m: int, block_n: int
+) -> list[list[list[int]]]:
     """Per grid of TILES, per program in launch order: [tile, lo, full_lo, full_hi, hi], counted in tiles.
 
     ``axis`` is what a program owns: "q" for forward and dQ, "k" for dK/dV.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import support
+
 from flashtri_core import interface
 from flashtri_core.target import SHARED_MEMORY
 from flashtri_core.variants import FEATURES, MASKS

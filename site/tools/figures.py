@@ -12,6 +12,7 @@ import s04_tiled
 import s07_masks
 import s09_varlen
 import torch
+
 from flashtri_core.variants import causal
 
 
@@ -25,6 +26,15 @@ def _figure(width: int, height: int, body: str, alt: str, caption: str) -> str:
 def _text(x: float, y: float, text: str, css: str = "", anchor: str = "start", size: int | None = None) -> str:
     style = f' style="font-size:{size}px"' if size else ""
     return f'<text x="{x:g}" y="{y:g}" class="{css}" text-anchor="{anchor}"{style}>{text}</text>'
+
+
+#: Text colour on a rectangle of each class.
+ON = {"blue": "var(--ft-paper)", "now": "#12151c", "wait": "var(--ft-ink)"}
+
+
+def _label(x: float, y: float, text: str, fill: str) -> str:
+    """Small text centred on a coloured rectangle."""
+    return f'<text x="{x:g}" y="{y:g}" text-anchor="middle" style="font-size:11px;fill:{fill}">{text}</text>'
 
 
 def _rect(x: float, y: float, w: float, h: float, css: str) -> str:
@@ -45,16 +55,29 @@ def scale() -> tuple[str, str]:
     """The home page's two pictures, to one scale: an 8192 x 8192 score matrix, and one 128 x 64 tile in its place."""
     side, n = 240.0, 8192
     tile = _rect(side * 0.42, side * 0.5, 64 / n * side, 128 / n * side, "")
-    ordinary = f'<svg viewBox="0 0 {side:g} {side:g}" aria-hidden="true"><rect width="{side:g}" height="{side:g}" style="fill:var(--tile-waiting)"/></svg>'
-    outline = f'<rect x=".5" y=".5" width="{side - 1:g}" height="{side - 1:g}" style="fill:none;stroke:var(--tile-edge);stroke-dasharray:3 4"/>'
-    ours = f'<svg viewBox="0 0 {side:g} {side:g}" aria-hidden="true">{outline}<g style="fill:var(--tile-now);stroke:var(--tile-now);stroke-width:1.5">{tile}</g></svg>'
+    box = f'viewBox="0 0 {side:g} {side:g}" aria-hidden="true"'
+    whole = f'width="{side:g}" height="{side:g}" style="fill:var(--tile-waiting)"'
+    ordinary = f"<svg {box}><rect {whole}/></svg>"
+    outline = (
+        f'<rect x=".5" y=".5" width="{side - 1:g}" height="{side - 1:g}" '
+        'style="fill:none;stroke:var(--tile-edge);stroke-dasharray:3 4"/>'
+    )
+    amber = "fill:var(--tile-now);stroke:var(--tile-now);stroke-width:1.5"
+    ours = f'<svg {box}>{outline}<g style="{amber}">{tile}</g></svg>'
     return ordinary, ours
 
 
 def hierarchy() -> str:
     """Where the numbers live on an A100, sizes and bandwidths as published."""
     rows = [
-        ("Registers and shared memory", "on the chip", "192 KB in each of 108 processors, 20 MB in all", "about 19 TB/s", 19.0, "now"),
+        (
+            "Registers and shared memory",
+            "on the chip",
+            "192 KB in each of 108 processors, 20 MB in all",
+            "about 19 TB/s",
+            19.0,
+            "now",
+        ),
         ("HBM", "main memory of the GPU", "40 GB", "1.5 TB/s", 1.5, "wait"),
     ]
     body = ""
@@ -103,18 +126,26 @@ def online() -> str:
             body += _rect(x + 48 * c, 118 - 44 * s, 36, 44 * s, "now" if s == m_new else "wait")
             body += _text(x + 48 * c + 18, 134, f"{s:.1f}", "mono soft", "middle")
         level = 118 - 44 * m_new
-        body += f'<line x1="{x - 8:g}" y1="{level:g}" x2="{x + 192:g}" y2="{level:g}" class="line" stroke-dasharray="4 3"/>'
+        body += (
+            f'<line x1="{x - 8:g}" y1="{level:g}" x2="{x + 192:g}" y2="{level:g}" class="line" stroke-dasharray="4 3"/>'
+        )
         body += _text(x - 8, level - 6, f"m = {m_new:.1f}", "mono")
-        body += _text(x, 162, f"α = {alpha:.3f}" if t else "α = 0, nothing yet", "mono") + _text(x, 182, f"l = {l:.3f}", "mono")
+        body += _text(x, 162, f"α = {alpha:.3f}" if t else "α = 0, nothing yet", "mono") + _text(
+            x, 182, f"l = {l:.3f}", "mono"
+        )
         m = m_new
     exact = sum(math.exp(s - m) for tile in scores for s in tile)
     return _figure(
-        720, 195, body, "A row of twelve scores in three tiles; in the third the maximum rises and alpha becomes smaller than one",
-        f"Twelve scores, four at a time. Where no larger score arrives, α is 1. The last l is {l:.3f}; summed in one go it is {exact:.3f}.",
+        720, 195, body,
+        "A row of twelve scores in three tiles; in the third the maximum rises and alpha becomes smaller than one",
+        "Twelve scores, four at a time. Where no larger score arrives, α is 1. "
+        f"The last l is {l:.3f}; summed in one go it is {exact:.3f}.",
     )  # fmt: skip
 
 
-def _grid(x: float, y: float, rows: int, cols: int, cell: float, css: dict[tuple[int, int], str], base: str = "wait") -> str:
+def _grid(
+    x: float, y: float, rows: int, cols: int, cell: float, css: dict[tuple[int, int], str], base: str = "wait"
+) -> str:
     return "".join(
         _rect(x + cell * c + 1, y + cell * r + 1, cell - 2, cell - 2, css.get((r, c), base))
         for r in range(rows)
@@ -125,31 +156,48 @@ def _grid(x: float, y: float, rows: int, cols: int, cell: float, css: dict[tuple
 def loops() -> str:
     """The same tiles in two orders: what has to wait in memory, and what can stay on chip."""
     body = ""
-    for side, (title, sub, own) in enumerate((("Keys outside", "m, l, O of every row wait in memory", "col"), ("Queries outside", "m, l, acc of one block stay on chip", "row"))):
+    for side, (title, sub, own) in enumerate(
+        (
+            ("Keys outside", "m, l, O of every row wait in memory", "col"),
+            ("Queries outside", "m, l, acc of one block stay on chip", "row"),
+        )
+    ):
         x = 10 + 340 * side
         css = {(r, 2) if own == "col" else (2, r): "gone" for r in range(6)}
-        css |= {(r, 1) if own == "col" else (1, r): "gone" for r in range(6)} | {(r, 0) if own == "col" else (0, r): "gone" for r in range(6)}
+        css |= {(r, 1) if own == "col" else (1, r): "gone" for r in range(6)} | {
+            (r, 0) if own == "col" else (0, r): "gone" for r in range(6)
+        }
         css |= {((r, 3) if own == "col" else (3, r)): "gone" for r in range(2)}
         css[(2, 3) if own == "col" else (3, 2)] = "now"
         body += _text(x, 16, title, "", size=15) + _text(x, 35, sub, "soft")
         body += _grid(x, 48, 6, 6, 30, css)
         if own == "col":
-            body += _arrow(x + 105, 52, x + 105, 118) + _rect(x + 196, 49, 26, 178, "card") + "".join(
-                _text(x + 209, 68 + 30 * r, "↕", "mono", "middle") for r in range(6)
+            body += (
+                _arrow(x + 105, 52, x + 105, 118)
+                + _rect(x + 196, 49, 26, 178, "card")
+                + "".join(_text(x + 209, 68 + 30 * r, "↕", "mono", "middle") for r in range(6))
             )
             body += _text(x + 230, 140, "memory", "soft")
         else:
-            body += _arrow(x + 4, 153, x + 72, 153) + _rect(x + 196, 139, 26, 28, "now") + _text(x + 230, 158, "registers", "soft")
+            body += (
+                _arrow(x + 4, 153, x + 72, 153)
+                + _rect(x + 196, 139, 26, 28, "now")
+                + _text(x + 230, 158, "registers", "soft")
+            )
     return _figure(
-        690, 240, body, "Left: the loop runs down the queries for each key block; right: it runs along the keys for one query block",
-        "Amber: the tile on chip. Hollow: computed before. With queries outside, nothing about a row leaves the chip until the row is done.",
+        690, 240, body,
+        "Left: the loop runs down the queries for each key block; right: it runs along the keys for one query block",
+        "Amber: the tile on chip. Hollow: computed before. "
+        "With queries outside, nothing about a row leaves the chip until the row is done.",
     )  # fmt: skip
 
 
 def ownership() -> str:
     """The backward pass's two kernels: who writes what."""
     body = ""
-    for side, (title, sub) in enumerate((("dK, dV", "a program owns a column and adds it up"), ("dQ", "a program owns a row and adds it up"))):
+    for side, (title, sub) in enumerate(
+        (("dK, dV", "a program owns a column and adds it up"), ("dQ", "a program owns a row and adds it up"))
+    ):
         x = 10 + 340 * side
         css = {((r, 3) if side == 0 else (3, r)): "now" if r == 2 else "gone" if r < 2 else "wait" for r in range(6)}
         body += _text(x, 16, title, "", size=15) + _text(x, 35, sub, "soft")
@@ -168,18 +216,31 @@ def bounds() -> str:
     """The four bounds of one query tile under a window, from rung 7."""
     n, bm, bn, m0, left, right = 512, 64, 32, 256, 128, 64
     lo, full_lo, full_hi, hi = s07_masks.kv_range(m0, m0 + bm, n, n, left, right)
-    at = lambda key: 10 + 660 * key / n  # noqa: E731
+    at = lambda key: 10 + 660 * key / n
     body = ""
     for start in range(0, n, bn):
-        kind = "gone" if start + bn <= lo or start >= hi else "blue" if full_lo <= start and start + bn <= full_hi else "now"
+        kind = (
+            "gone"
+            if start + bn <= lo or start >= hi
+            else "blue"
+            if full_lo <= start and start + bn <= full_hi
+            else "now"
+        )
         body += _rect(at(start) + 1, 62, 660 * bn / n - 2, 40, kind)
     for name, key, y in (("lo", lo, 22), ("full_lo", full_lo, 46), ("full_hi", full_hi, 46), ("hi", hi, 22)):
         body += f'<line x1="{at(key):g}" y1="{y + 4}" x2="{at(key):g}" y2="104" class="line" stroke-dasharray="3 3"/>'
         body += _text(at(key), y, f"{name} = {key}", "mono", "middle")
-    body += _text(10, 128, "skipped", "soft") + _text(at(150), 128, "masked", "soft") + _text(at(240), 128, "no mask", "soft") + _text(at(345), 128, "masked", "soft")
+    body += (
+        _text(10, 128, "skipped", "soft")
+        + _text(at(150), 128, "masked", "soft")
+        + _text(at(240), 128, "no mask", "soft")
+        + _text(at(345), 128, "masked", "soft")
+    )
     return _figure(
-        680, 140, body, f"Key tiles from 0 to {n}: outside {lo} and {hi} skipped, between {full_lo} and {full_hi} without a mask",
-        f"Queries {m0} to {m0 + bm - 1}, window ({left}, {right}), N = {n}, key tiles of {bn}. Only the amber tiles test the mask.",
+        680, 140, body,
+        f"Key tiles from 0 to {n}: outside {lo} and {hi} skipped, between {full_lo} and {full_hi} without a mask",
+        f"Queries {m0} to {m0 + bm - 1}, window ({left}, {right}), N = {n}, key tiles of {bn}. "
+        "Only the amber tiles test the mask.",
     )  # fmt: skip
 
 
@@ -202,7 +263,8 @@ def causal_pictures() -> str:
                 body += _text(x0 + nk * cell + 8, y0 + r * cell + 18, "O = 0, LSE = −∞", "mono soft")
     return _figure(
         560, 270, body, "Causal masks of 2 by 5 and 5 by 2, bottom-right aligned on the left and top-left aligned on the right",
-        "Filled: the query (row) sees the key (column). Left: bottom-right aligned. Right: top-left aligned. For Nq = Nk they agree.",
+        "Filled: the query (row) sees the key (column). Left: bottom-right aligned. Right: top-left aligned. "
+        "For Nq = Nk they agree.",
     )  # fmt: skip
 
 
@@ -216,16 +278,27 @@ def heads(hq: int = 8, hk: int = 2) -> str:
         body += _line([(x + 33, 60), (target, 102)], "thin")
     for k in range(hk):
         x = 10 + 82 * group * k + 82 * (group - 1) / 2
-        body += _rect(x - 12, 102, 90, 34, "blue") + f'<text x="{x + 33:g}" y="124" text-anchor="middle" class="mono" style="fill:var(--ft-paper)">k, v {k}</text>'
-    body += _text(10, 18, "query heads", "soft") + _text(10, 160, "key and value heads: loaded where they lie, never copied", "soft")
-    return _figure(670, 170, body, f"{hq} query heads, {group} of them reading each of {hk} key heads", f"Hq = {hq}, Hk = {hk}: head h reads key head h // {group}.")
+        body += (
+            _rect(x - 12, 102, 90, 34, "blue")
+            + f'<text x="{x + 33:g}" y="124" text-anchor="middle" class="mono" style="fill:var(--ft-paper)">k, v {k}</text>'
+        )
+    body += _text(10, 18, "query heads", "soft") + _text(
+        10, 160, "key and value heads: loaded where they lie, never copied", "soft"
+    )
+    return _figure(
+        670,
+        170,
+        body,
+        f"{hq} query heads, {group} of them reading each of {hk} key heads",
+        f"Hq = {hq}, Hk = {hk}: head h reads key head h // {group}.",
+    )
 
 
 def packed() -> str:
     """Sequences in one tensor, and which tile numbers rung 9's search gives to each."""
     cu, block = [0, 40, 56, 136], 32
     total, colours = cu[-1], ("blue", "now", "wait")
-    at = lambda row: 10 + 640 * row / total  # noqa: E731
+    at = lambda row: 10 + 640 * row / total
     body = _text(10, 18, f"rows in memory, no padding: cu_seqlens = {cu}", "soft")
     for s, css in enumerate(colours):
         body += _rect(at(cu[s]) + 1, 28, at(cu[s + 1]) - at(cu[s]) - 2, 30, css)
@@ -238,10 +311,11 @@ def packed() -> str:
         x = 10 + 92 * t
         body += _rect(x, 122, 80, 34, "gone" if spare else colours[s])
         label = "spare" if spare else f"seq {s}, row {row}"
-        body += f'<text x="{x + 40:g}" y="143" text-anchor="middle" style="font-size:11px;fill:{"var(--ft-soft)" if spare else "var(--ft-paper)" if colours[s] == "blue" else "var(--ft-ink)" if colours[s] == "wait" else "#12151c"}">{label}</text>'
+        body += _label(x + 40, 143, label, "var(--ft-soft)" if spare else ON[colours[s]])
     return _figure(
         670, 165, body, "Three sequences packed into one tensor and the seven tile numbers that cover them",
-        "Each program finds its sequence by a binary search in <code>cu_seqlens</code>; at most one number per sequence is a spare and returns at once.",
+        "Each program finds its sequence by a binary search in <code>cu_seqlens</code>; "
+        "at most one number per sequence is a spare and returns at once.",
     )  # fmt: skip
 
 
@@ -257,39 +331,57 @@ def pipeline() -> str:
     for lane in (0, 1):
         for j in range(4):
             x, y = 136 + 56 * lane + 128 * j, 68 + 52 * lane
-            body += _rect(x, y, 60, 24, "blue") + f'<text x="{x + 30}" y="{y + 16}" text-anchor="middle" style="font-size:11px;fill:var(--ft-paper)">{f"QK{j} PV{j - 1}" if j else "QK0"}</text>'
-            body += _rect(x + 62, y, 62, 24, "now") + f'<text x="{x + 93}" y="{y + 16}" text-anchor="middle" style="font-size:11px;fill:#12151c">softmax {j}</text>'
+            products = f"QK{j} PV{j - 1}" if j else "QK0"
+            body += _rect(x, y, 60, 24, "blue") + _label(x + 30, y + 16, products, ON["blue"])
+            body += _rect(x + 62, y, 62, 24, "now") + _label(x + 93, y + 16, f"softmax {j}", ON["now"])
     body += _text(110, 172, "time →", "soft")
     return _figure(
         712, 182, body, "A producer loads K and V while two warpgroups alternate between matrix products and softmax",
-        "Schematic. Blue: tensor cores. Amber: exponentials. While one warpgroup exponentiates, the other multiplies; the loads run ahead of both.",
+        "Schematic. Blue: tensor cores. Amber: exponentials. While one warpgroup exponentiates, the other multiplies; "
+        "the loads run ahead of both.",
     )  # fmt: skip
 
 
 def roofline(ceilings: dict[str, Any] | None, gpu: str, n: int = 8192, d: int = 128) -> str:
     """Attention on the roofline of the card whose ceilings were measured; without one, nothing is drawn."""
     if ceilings is None:
-        return '<div class="ft-empty"><p>No card\'s ceilings have been measured yet: the roofline appears here with the first benchmark run.</p></div>'
+        note = "No card's ceilings have been measured yet: the roofline appears here with the first benchmark run."
+        return f'<div class="ft-empty"><p>{note}</p></div>'
     copy, peak = ceilings["copy_tb_s"], ceilings["matmul_tflops"]["bf16"]
     flops = 4 * n * n * d
     points = {
         "ordinary": flops / (2 * s04_tiled.traffic(n, n, d, 128, 128)["ordinary"]),
-        "tiles, one load of K and V per query block": flops / (2 * s04_tiled.traffic(n, n, d, 128, 128)["queries outside"]),
+        "tiles, one load of K and V per query block": flops
+        / (2 * s04_tiled.traffic(n, n, d, 128, 128)["queries outside"]),
     }
-    x = lambda intensity: 60 + 580 * math.log10(intensity) / 4  # noqa: E731  1 .. 10^4 FLOP/byte
-    y = lambda rate: 240 - 200 * math.log10(rate) / 3.2  # noqa: E731  1 .. 1600 TFLOP/s
+    x = lambda intensity: 60 + 580 * math.log10(intensity) / 4
+    y = lambda rate: 240 - 200 * math.log10(rate) / 3.2
     ridge = peak / copy
     body = _line([(60, 30), (60, 240), (650, 240)], "line")
     body += _line([(x(1), y(copy)), (x(ridge), y(peak)), (x(10**4), y(peak))], "amberline")
-    body += _text(x(10**4), y(peak) - 9, f"matrix products {peak:.0f} TFLOP/s", "", "end") + _text(x(1.3) + 8, y(copy * 1.3) - 16, f"copy {copy:.2f} TB/s")
+    body += _text(x(10**4), y(peak) - 9, f"matrix products {peak:.0f} TFLOP/s", "", "end") + _text(
+        x(1.3) + 8, y(copy * 1.3) - 16, f"copy {copy:.2f} TB/s"
+    )
     for exponent in range(5):
         body += _text(x(10**exponent), 258, f"{10**exponent:,}", "mono soft", "middle")
-    body += _text(650, 276, "arithmetic per byte moved, FLOP", "soft", "end") + _text(0, 20, "TFLOP/s that fit under the roof", "soft")
+    body += _text(650, 276, "arithmetic per byte moved, FLOP", "soft", "end") + _text(
+        0, 20, "TFLOP/s that fit under the roof", "soft"
+    )
     for name, intensity in points.items():
         rate = min(peak, copy * intensity)
-        body += f'<circle cx="{x(intensity):g}" cy="{y(rate):g}" r="6" class="blue"/><line x1="{x(intensity):g}" y1="{y(rate):g}" x2="{x(intensity):g}" y2="240" class="thin"/>'
-        body += _text(x(intensity), y(rate) + (24 if name != "ordinary" else 40), f"{name}: {intensity:.0f}", "", "middle" if name == "ordinary" else "start", 12)
+        body += f'<circle cx="{x(intensity):g}" cy="{y(rate):g}" r="6" class="blue"/>'
+        body += _line([(x(intensity), y(rate)), (x(intensity), 240)], "thin")
+        body += _text(
+            x(intensity),
+            y(rate) + (24 if name != "ordinary" else 40),
+            f"{name}: {intensity:.0f}",
+            "",
+            "middle" if name == "ordinary" else "start",
+            12,
+        )
     return _figure(
-        660, 285, body, f"Roofline of {gpu}: ordinary attention lies under the sloping part, tiled attention under the flat part",
-        f"Ceilings measured on {gpu} in the benchmark run. The two points are arithmetic, N = {n}, D = {d}, 16-bit numbers: they say how high each could go, not how fast it is.",
+        660, 285, body,
+        f"Roofline of {gpu}: ordinary attention lies under the sloping part, tiled attention under the flat part",
+        f"Ceilings measured on {gpu} in the benchmark run. The two points are arithmetic, N = {n}, D = {d}, "
+        "16-bit numbers: they say how high each could go, not how fast it is.",
     )  # fmt: skip

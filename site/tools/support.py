@@ -11,10 +11,11 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
 from flashtri_core import Support, supports, target
 from flashtri_core.target import SHARED_MEMORY, Target
 from flashtri_core.variants import attn_bias
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 GPUS = {
     80: "A100",
@@ -64,16 +65,24 @@ def on(capability: int) -> Iterator[None]:
 
 
 def ask(
-    capability: int, dtype: torch.dtype = torch.bfloat16, head_dim: int = 128, impl: str = "auto", device: str = "cuda", **call: Any
+    capability: int,
+    dtype: torch.dtype = torch.bfloat16,
+    head_dim: int = 128,
+    impl: str = "auto",
+    device: str = "cuda",
+    **call: Any,
 ) -> Support:
     """``supports`` for a (2, 4, 256, head_dim) call with the keywords of FEATURES."""
     call = dict(call)
     heads_k = call.pop("heads_k", 4)
     with FakeTensorMode(), on(capability):
-        make = lambda spec: torch.empty(spec[0], dtype=spec[1], device=device)  # noqa: E731
+        make = lambda spec: torch.empty(spec[0], dtype=spec[1], device=device)
         q = make(((2, 4, 256, head_dim), dtype))
         k = make(((2, heads_k, 256, head_dim), dtype))
-        extras = {name: make(value) if isinstance(value, tuple) and isinstance(value[0], tuple) else value for name, value in call.items()}
+        extras = {
+            name: make(value) if isinstance(value, tuple) and isinstance(value[0], tuple) else value
+            for name, value in call.items()
+        }
         return supports(q, k, k, impl=impl, **extras)
 
 
@@ -81,7 +90,11 @@ def features() -> list[tuple[str, str, str, str]]:
     """(feature, Triton kernels, Hopper kernels, CPU path): "yes", or the reason why not."""
     rows = []
     for name, call in FEATURES.items():
-        answers = (ask(80, impl="triton", **call), ask(90, impl="hopper", **call), ask(80, impl="reference", device="cpu", **call))
+        answers = (
+            ask(80, impl="triton", **call),
+            ask(90, impl="hopper", **call),
+            ask(80, impl="reference", device="cpu", **call),
+        )
         rows.append((name, *("yes" if answer else answer.reason for answer in answers)))
     return rows
 
@@ -96,8 +109,9 @@ def dtypes() -> list[tuple[str, str, str]]:
 
 def head_dims(dims: tuple[int, ...] = (32, 64, 96, 128, 192, 256)) -> list[tuple[int, list[str]]]:
     """(head dim, per GPU: which implementation runs the forward of a bf16 call), in the order of GPUS."""
-    return [(dim, [(answer.impl if (answer := ask(gpu, head_dim=dim)) else answer.reason) for gpu in GPUS]) for dim in dims]
-
+    return [
+        (dim, [(answer.impl if (answer := ask(gpu, head_dim=dim)) else answer.reason) for gpu in GPUS]) for dim in dims
+    ]
 
 
 __all__ = ["DTYPES", "FEATURES", "GPUS", "ask", "dtypes", "features", "head_dims", "on"]

@@ -15,11 +15,12 @@ import torch
 import triton
 import triton.language as tl
 from export_tiles import CHOICES, seqlen
+
 from flashtri_core.kernels import launch
 from flashtri_core.problem import Extras, Problem
 from flashtri_core.tuning import Config
-from flashtri_core.variants import causal, full, window
 from flashtri_core.variants import assemble as real_assemble
+from flashtri_core.variants import causal, full, window
 
 TILES = 6
 BLOCKS = [(64, 64), (128, 64)]  # square and not: a tile costs 40 ms here
@@ -36,24 +37,28 @@ def note(i, j, args, AT: tl.constexpr):
 
 @triton.jit
 def drop(p, z, h, i, j, args):
+    """Stands in for dropout: notes the tile, drops nothing."""
     note(i, j, args, 0)
     return p
 
 
 @triton.jit
 def keep_full(i, j, Nq, Nk, args):
+    """Notes the tile, then answers as the mask does."""
     note(i, j, args, 2)
     return full.keep(i, j, Nq, Nk, args)
 
 
 @triton.jit
 def keep_causal(i, j, Nq, Nk, args):
+    """Notes the tile, then answers as the mask does."""
     note(i, j, args, 2)
     return causal.keep(i, j, Nq, Nk, args)
 
 
 @triton.jit
 def keep_window(i, j, Nq, Nk, args):
+    """Notes the tile, then answers as the mask does."""
     note(i, j, args, 2)
     return window.keep(i, j, Nq, Nk, args)
 
@@ -76,9 +81,13 @@ def trace(mask_file: str, sides: tuple[int, int, bool], block_m: int, block_n: i
 
         def assemble(*args: Any) -> Any:
             variant, given, unit = real_assemble(*args)
-            where = lambda board: (board, n // block_n, block_m, block_n)  # noqa: E731
+            where = lambda board: (board, n // block_n, block_m, block_n)
             mask = (*(given.mask or (0, 0)), *where(boards[1]))
-            return variant._replace(keep=KEEP[mask_file], drop=drop), given._replace(mask=mask, drop=where(boards[0])), unit
+            return (
+                variant._replace(keep=KEEP[mask_file], drop=drop),
+                given._replace(mask=mask, drop=where(boards[0])),
+                unit,
+            )
 
         config = Config(block_m, block_n, 4, 1)
         with mock.patch.object(launch, "assemble", assemble), mock.patch.object(launch, "choose", lambda *_: config):
