@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -154,7 +155,9 @@ def flash_attn_varlen(
     max_q, max_k = _check_max("max_seqlen_q", max_seqlen_q), _check_max("max_seqlen_k", max_seqlen_k)
     cu_q, cu_k = _check_cu("cu_seqlens_q", cu_seqlens_q, q), _check_cu("cu_seqlens_k", cu_seqlens_k, q)
     if cu_q.shape[0] != cu_k.shape[0]:
-        raise ValueError(f"cu_seqlens_k must have as many entries as cu_seqlens_q ({cu_q.shape[0]}), got {cu_k.shape[0]}")
+        raise ValueError(
+            f"cu_seqlens_k must have as many entries as cu_seqlens_q ({cu_q.shape[0]}), got {cu_k.shape[0]}"
+        )
     if validate:
         _check_cu_contents("cu_seqlens_q", cu_q, q.shape[0], max_q)
         _check_cu_contents("cu_seqlens_k", cu_k, k.shape[0], max_k)
@@ -192,7 +195,7 @@ def supports(q: Tensor, k: Tensor, v: Tensor, *, impl: str = "auto", **features:
         q, k, v = _cast(q, k, v)
         _check_tensors(q, k, v, 4)
         shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-        extras, numbers, p = _check_features(q, k, shape, *options.values(), impl)
+        extras, numbers, p = _check_features(q, k, shape, *options.values(), impl)  # type: ignore[call-arg]
         problem = describe(q, k, v, extras, q.shape[2], k.shape[2], *numbers, p)
         return dispatch.choose(problem, q.device, impl)
     except (TypeError, ValueError, NotImplementedError) as error:
@@ -208,7 +211,10 @@ def dropout_mask(rng: Tensor, shape: tuple[int, int, int, int], dropout_p: float
         dropout_p: as in the call; the kept share is rounded to a multiple of 1/256.
     """
     dropout.check(dropout_p)
-    axes = [torch.arange(n, device=rng.device).view([-1 if a == axis else 1 for a in range(4)]) for axis, n in enumerate(shape)]
+    axes = [
+        torch.arange(n, device=rng.device).view([-1 if a == axis else 1 for a in range(4)])
+        for axis, n in enumerate(shape)
+    ]
     return dropout.keep_eager(rng, axes[0], axes[1], axes[2], axes[3], dropout_p)
 
 
@@ -317,15 +323,15 @@ def _check_index(name: str, x: Any, q: Tensor) -> Tensor:
 
 
 def _check_cu(name: str, cu: Any, q: Tensor) -> Tensor:
-    cu = _check_index(name, cu, q)
-    if cu.shape[0] < 1:
+    index = _check_index(name, cu, q)
+    if index.shape[0] < 1:
         raise ValueError(f"{name} must have at least one entry (sequences + 1), got none")
-    return cu
+    return index
 
 
 def _check_cu_contents(name: str, cu: Tensor, total: int, longest: int) -> None:
     values = cu.tolist()
-    lengths = [b - a for a, b in zip(values, values[1:], strict=False)]
+    lengths = [b - a for a, b in itertools.pairwise(values)]
     if values[0] != 0 or any(n < 0 for n in lengths) or values[-1] > total:
         raise ValueError(f"{name} must start at 0, never decrease, and end at most at {total}, got {values[:8]}...")
     if lengths and max(lengths) > longest:
@@ -333,7 +339,7 @@ def _check_cu_contents(name: str, cu: Tensor, total: int, longest: int) -> None:
 
 
 def _check_max(name: str, value: Any) -> int:
-    if isinstance(value, Tensor) or isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+    if isinstance(value, (Tensor, bool)) or not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f"{name} must be a Python int (a tensor would make the host wait), got {type(value).__name__}")
     if value < 0:
         raise ValueError(f"{name} must be >= 0, got {value}")

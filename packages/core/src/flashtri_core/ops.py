@@ -172,4 +172,6 @@ for _name, _impl, _fake in (("fwd", _fwd, _fwd_fake), ("bwd", _bwd, _bwd_fake)):
         _lib.impl(_name, _impl, _key)
     torch.library.register_fake(f"flashtri::{_name}", _fake, lib=_lib)
 torch.library.register_autograd("flashtri::fwd", _fwd_backward, setup_context=_save, lib=_lib)
-torch.library.register_autograd("flashtri::bwd", _no_double_backward, setup_context=lambda ctx, inputs, output: None, lib=_lib)
+torch.library.register_autograd(
+    "flashtri::bwd", _no_double_backward, setup_context=lambda ctx, inputs, output: None, lib=_lib
+)

@@ -57,7 +57,7 @@ class Problem:
 
     @property
     def mask_kind(self) -> str:
-        """"full", "causal" or "window": which file of variants/ describes the visible keys."""
+        """Which file of variants/ describes the visible keys: "full", "causal" or "window"."""
         if self.window_left < 0 and (self.window_right < 0 or (self.causal and self.window_right >= 0)):
             return "causal" if self.causal else "full"
         return "window" if (self.window_left, self.window_right) != (-1, 0) else "causal"

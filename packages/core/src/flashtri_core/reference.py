@@ -113,12 +113,14 @@ def _eager_packed(q: Tensor, k: Tensor, v: Tensor, problem: Problem, extras: Ext
     row_max = lse.clone()
     pieces: list[tuple[slice, Tensor, Tensor, Tensor]] = []
     for part in _segments(problem, extras, q.device):
-        dense = [x[rows].transpose(0, 1)[None] for x, rows in ((q, part.rows_q), (k, part.rows_k), (v, part.rows_k))]
+        qs, ks, vs = (
+            x[rows].transpose(0, 1)[None] for x, rows in ((q, part.rows_q), (k, part.rows_k), (v, part.rows_k))
+        )
         used = None if extras.seqused_k is None else part.used
         sub = extras._replace(cu_seqlens_q=None, cu_seqlens_k=None, seqused_k=None)
         if isinstance(used, int):
-            dense[1], dense[2] = dense[1][:, :, :used], dense[2][:, :, :used]
-        o, l, m = eager_attention(*dense, _dense(problem), sub, part.z)
+            ks, vs = ks[:, :, :used], vs[:, :, :used]
+        o, l, m = eager_attention(qs, ks, vs, _dense(problem), sub, part.z)
         pieces.append((part.rows_q, o[0].transpose(0, 1), l[0], m[0]))
     for rows, o, l, m in pieces:
         out = torch.cat([out[: rows.start], o, out[rows.stop :]])
@@ -192,7 +194,9 @@ def chunked_forward(
     for part in _segments(problem, extras, q.device):
         qs, os = (_heads_first(x, part.rows_q, problem.varlen) for x in (q, out))
         ks, vs = (_heads_first(x, part.rows_k, problem.varlen).to(high) for x in (k, v))
-        lses, maxes = (None if x is None else (x[:, part.rows_q][None] if problem.varlen else x) for x in (lse, row_max))
+        lses, maxes = (
+            None if x is None else (x[:, part.rows_q][None] if problem.varlen else x) for x in (lse, row_max)
+        )
         keys = ks.shape[2]
         for rows in _chunks(problem, part, keys):
             i = torch.arange(rows.start, rows.stop, device=q.device)[:, None]

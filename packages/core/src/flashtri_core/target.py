@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 import torch
 
@@ -31,7 +31,7 @@ class Target:
 INTERPRETER = Target(capability=0, shared_memory=1 << 30, interpreted=True)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _cuda_target(index: int) -> Target:
     major, minor = torch.cuda.get_device_capability(index)
     properties = torch.cuda.get_device_properties(index)

@@ -65,7 +65,7 @@ def tune(
     tuning.forget()  # another process may have written since
     table = dict(tuning.read_table(path))
     kept = [r for r in table.get(kernel, []) if r["when"] != rule["when"]]
-    narrow = lambda r: (-len(r["when"]["features"]), r["when"]["max_head_dim"], r["when"]["max_seqlen"])  # noqa: E731
+    narrow = lambda r: (-len(r["when"]["features"]), r["when"]["max_head_dim"], r["when"]["max_seqlen"])
     table[kernel] = sorted([*kept, rule], key=narrow)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as handle:
         json.dump(table, handle, indent=1, sort_keys=True)
@@ -86,7 +86,8 @@ def measure_on(device: torch.device, kernel: str, problem: Problem) -> Callable[
     extras, out = Extras(), torch.empty_like(do)
     lse = torch.empty(q.shape[:3], device=device)
     reference.chunked_forward(problem, q, k, v, extras, out, lse, None)
-    want = {"fwd": (out.clone(),), "dq": (torch.empty_like(q),), "dkdv": (torch.empty_like(k), torch.empty_like(v))}[kernel]
+    outputs = {"fwd": (out,), "dq": (q,), "dkdv": (k, v)}[kernel]
+    want = tuple(x.clone() for x in outputs)
     grads: dict[str, tuple[Tensor | None, Tensor | None, Tensor | None]]
     grads = {"dq": (want[0], None, None), "dkdv": (None, want[0], want[-1])}
     if kernel != "fwd":
@@ -98,9 +99,9 @@ def measure_on(device: torch.device, kernel: str, problem: Problem) -> Callable[
             if kernel == "fwd":
                 forward = launch.Forward(problem, q, k, v, extras, got[0], lse)
                 return lambda: forward(q, k, v, extras, got[0], lse, None)
-            slots = (got[0], None, None) if kernel == "dq" else (None, got[0], got[1])
-            backward = launch.Backward(problem, do, None, q, k, v, out, lse, extras, *slots, None)
-            return lambda: backward(do, None, q, k, v, out, lse, extras, *slots, None, None)
+            dq, dk, dv = (got[0], None, None) if kernel == "dq" else (None, got[0], got[1])
+            backward = launch.Backward(problem, do, None, q, k, v, out, lse, extras, dq, dk, dv, None)
+            return lambda: backward(do, None, q, k, v, out, lse, extras, dq, dk, dv, None, None)
 
     def measure(config: Config) -> float | None:
         run = run_with(config)
@@ -123,7 +124,7 @@ def measure_on(device: torch.device, kernel: str, problem: Problem) -> Callable[
             stop.record()
             torch.cuda.synchronize(device)
             times.append(start.elapsed_time(stop))
-        return statistics.median(times)
+        return float(statistics.median(times))
 
     return measure
 

@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +36,19 @@ def block_of(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
+def blocks_of(problem: Problem) -> tuple[int, int]:
+    """Tile widths (BLOCK_D, BLOCK_DV) for the head dimensions.
+
+    A padded V narrower than K gets K's width: with V's own, Triton 3.6 on sm_90 returned wrong outputs (D = 40 with
+    Dv = 24, D = 64 with Dv = 25), while equal widths and unpadded ones are right.
+    """
+    d, dv = block_of(problem.head_dim), block_of(problem.head_dim_v)
+    return d, max(d, dv) if dv != problem.head_dim_v else dv
+
+
 def shared_bytes(kernel: str, config: Config, problem: Problem) -> int:
     """Estimate of the shared memory a config needs, in bytes; the ahead-of-time tests hold it against the compiler."""
-    width = 2 * (block_of(problem.head_dim) + block_of(problem.head_dim_v))
+    width = 2 * sum(blocks_of(problem))
     tile = 2 * config.BLOCK_M * config.BLOCK_N
     stages = config.num_stages
     if kernel == "fwd":
@@ -60,7 +70,7 @@ def _matches(rule: dict[str, Any], problem: Problem) -> bool:
     )
 
 
-@lru_cache(maxsize=None)
+@cache
 def _shipped(arch: str) -> dict[str, list[dict[str, Any]]]:
     path = Path(__file__).parent / "configs" / f"{arch}.json"
     return json.loads(path.read_text()) if path.exists() else {}
@@ -72,7 +82,7 @@ def cache_path(target: Target) -> Path:
     return Path(root) / f"{target.name}.json"
 
 
-@lru_cache(maxsize=None)
+@cache
 def read_table(path: Path) -> dict[str, list[dict[str, Any]]]:
     """A tuned table; empty when there is none or it cannot be read, since the shipped one then serves."""
     try:

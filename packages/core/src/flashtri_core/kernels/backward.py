@@ -96,7 +96,8 @@ def attn_bwd_dkdv_kernel(
         for span in tl.static_range(0 if LEFT_EDGE else 1, 3 if RIGHT_EDGE else 2):
             first = lo if span == 0 else (full_lo if span == 1 else full_hi)
             last = full_lo if span == 0 else (full_hi if (span == 1 and RIGHT_EDGE) else hi)
-            for start_m in range(first, last, BLOCK_M):
+            for block_m in range(tl.cdiv(first, BLOCK_M), tl.cdiv(last, BLOCK_M)):
+                start_m = block_m * BLOCK_M
                 if not HAS_MASK or any_visible(z, h, start_m, start_n, mask):
                     offs_m = start_m + tl.arange(0, BLOCK_M)
                     q = load_rows(q_base, stride_q, start_m, Nq, HEAD_DIM, BLOCK_M, BLOCK_D, True)
@@ -154,13 +155,15 @@ def attn_bwd_dq_kernel(
     for span in tl.static_range(0 if LEFT_EDGE else 1, 3):
         first = lo if span == 0 else (full_lo if span == 1 else full_hi)
         last = full_lo if span == 0 else (full_hi if span == 1 else hi)
-        for start_n in range(first, last, BLOCK_N):
+        for block_n in range(tl.cdiv(first, BLOCK_N), tl.cdiv(last, BLOCK_N)):
+            start_n = block_n * BLOCK_N
             if not HAS_MASK or any_visible(z, h, start_m, start_n, mask):
                 offs_n = start_n + tl.arange(0, BLOCK_N)
                 k = load_rows(k_base, stride_k, start_n, Nk, HEAD_DIM, BLOCK_N, BLOCK_D, span != 1)
                 v = load_rows(v_base, stride_v, start_n, Nk, HEAD_DIM_V, BLOCK_N, BLOCK_DV, span != 1)
                 p, ds, dqk = p_and_ds(
-                    tl.dot(q, tl.trans(k)), tl.dot(do, tl.trans(v)), lse_log2[:, None], delta[:, None], z, h, offs_m[:, None], offs_n[None, :], Nq, Nk,
+                    tl.dot(q, tl.trans(k)), tl.dot(do, tl.trans(v)), lse_log2[:, None], delta[:, None],
+                    z, h, offs_m[:, None], offs_n[None, :], Nq, Nk,
                     variant, args, mask, unit_log2, span != 1, HAS_MASK,
                 )  # fmt: skip
                 dq = tl.dot(dqk.to(k.dtype), k, dq)
@@ -218,7 +221,8 @@ def attn_bwd_dbias_kernel(
                         lse = tl.load(LSE + row_base + offs_m, mask=offs_m < nq, other=float("inf"))
                         delta = tl.load(DELTA + row_base + offs_m, mask=offs_m < nq, other=0.0)
                         p, ds, dqk = p_and_ds(
-                            tl.dot(q, tl.trans(k)), tl.dot(do, tl.trans(v)), pivot_of(lse)[:, None], delta[:, None], z, h, offs_m[:, None], offs_n[None, :], nq, nk,
+                            tl.dot(q, tl.trans(k)), tl.dot(do, tl.trans(v)), pivot_of(lse)[:, None], delta[:, None],
+                            z, h, offs_m[:, None], offs_n[None, :], nq, nk,
                             variant, args, mask, unit_log2, True, HAS_MASK,
                         )  # fmt: skip
                         db += ds

@@ -32,7 +32,8 @@ def keep_tile(z, h, i, j, args):
     zero = row * 0 + col * 0
     head = zero + h
     batch = zero + (z + offset.to(tl.int32))
-    w0, w1, w2, w3 = tl.philox(seed, (zero + row).to(tl.uint32), (zero + col).to(tl.uint32), head.to(tl.uint32), batch.to(tl.uint32))
+    row, col = (zero + row).to(tl.uint32), (zero + col).to(tl.uint32)
+    w0, w1, w2, w3 = tl.philox(seed, row, col, head.to(tl.uint32), batch.to(tl.uint32))
     word = tl.where((j & 8) == 0, tl.where((j & 16) == 0, w0, w2), tl.where((j & 16) == 0, w1, w3))
     byte = (word >> ((i & 8) + (j & 1) * 16).to(tl.uint32)) & 255
     return byte.to(tl.int32) < args[1]
