@@ -152,6 +152,18 @@ def test_a_package_that_cannot_be_imported_says_so():
     assert FlashAttn("x", "x", "no_such_package", "x").unavailable("cuda").startswith("not installed: ModuleNotFound")
 
 
+def test_a_gradient_that_a_peer_does_not_give_is_said(monkeypatch):
+    """A peer without a gradient for the sink does less work than one with it: its row must say so."""
+    inputs = draw(BY_ID["features-sink"].smoke(), torch.float32, "cpu")
+    call = PEERS["flashtri"].prepare(inputs)
+    plain, call.resolved = call.attend, None
+    assert inputs.sink is not None
+    monkeypatch.setattr(call, "attend", lambda q, k, v: plain(q, k, v) if call.missing else q * 1.0 + v * 0.0 + k * 0.0)
+    assert set(call.results()) == {"out", "dq", "dk", "dv"}
+    assert call.resolved == "without dsink"
+    assert set(call.results()) == {"out", "dq", "dk", "dv", "dsink"}
+
+
 def test_deterministic_is_asked_for():
     inputs = draw(SMALL, torch.float32, "cpu")
     assert PEERS["flashtri-deterministic"].options(inputs)["deterministic"] is True

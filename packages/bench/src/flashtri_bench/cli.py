@@ -66,7 +66,7 @@ def _device(wanted: str | None) -> str:
 def _run(args: argparse.Namespace) -> int:
     from .progress import make_progress
     from .provenance import commit
-    from .runner import Plan, Run, committed_path
+    from .runner import Plan, Run, Stopped, committed_path
 
     device = _device(args.device)
     smoke = args.smoke or device == "cpu"
@@ -101,7 +101,11 @@ def _run(args: argparse.Namespace) -> int:
                 f"Smoke run ({why}): tiny sizes, to prove that the suites run. These figures are not results."
             )
         run = Run(plan, progress, save)
-        document = run.carry_out()
+        try:
+            document = run.carry_out()
+        except Stopped as stopped:
+            print(f"flashtri-bench: the measuring process does not start: {stopped}", file=sys.stderr)
+            return 1
     print(report.smoke_summary(document) if smoke else report.terminal(document))
     rows, skips = len(document["rows"]), len(document["skipped"])
     print(f"{rows} rows, {skips} skipped, {time.monotonic() - began:.0f} s", end="")

@@ -147,6 +147,8 @@ class Bench:
             return without
         results = call.results()
         self.clock.wait(call.peer)
+        if ours and call.missing:
+            raise RefusedError(f"wrong result: no gradient {', '.join(call.missing)}")
         check = reference.compare(results, ours)
         if not check.ok:
             raise RefusedError(check.reason)
@@ -196,11 +198,10 @@ class Bench:
         if op == "fwd":
             return Timed(call.forward, lambda: _both(torch.no_grad(), call.around()))
         if op == "fwd_bwd":
-            return Timed(lambda: torch.autograd.grad(call.forward(), call.wrt, call.dout), call.around)
+            return Timed(lambda: call.backward(call.forward()), call.around)
         with call.around():
             out = call.forward()
-        wrt, dout = call.wrt, call.dout
-        return Timed(lambda: torch.autograd.grad(out, wrt, dout, retain_graph=True))
+        return Timed(lambda: call.backward(out, keep=True))
 
 
 class RefusedError(RuntimeError):
@@ -292,9 +293,9 @@ def _peak(bench: Bench, peer: str, meter: memory.Meter) -> memory.Peak:
     def both() -> list[Tensor]:
         with call.around():
             out = call.forward()
-        grads = torch.autograd.grad(out, call.wrt, call.dout)
+        grads = call.backward(out)
         bench.clock.wait(peer)
-        return [out, *grads]
+        return [out, *(g for g in grads if g is not None)]
 
     return memory.measure(both, meter)
 
@@ -439,10 +440,9 @@ def measure(unit: Unit, emit: Emit) -> None:
         emit: Receives the events.
     """
     bench = Bench(unit, emit)
-    try:
-        MEASURE[bench.case.kind](bench)
-    finally:
-        _drop_caches(unit.device == "cuda")
+    MEASURE[bench.case.kind](bench)
+    # Not after an exception: freeing memory waits for the device, and the exception may say that it hangs.
+    _drop_caches(unit.device == "cuda")
 
 
 def warm(unit: Unit, emit: Emit) -> None:

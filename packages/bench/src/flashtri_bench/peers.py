@@ -40,7 +40,8 @@ class Call:
         attend: The function; returns the output in the same layout.
         inputs: Where the tensors come from.
         around: Context to enter outside the timed region.
-        resolved: The kernel family that ran, where the peer tells.
+        resolved: The kernel family that ran, where the peer tells, or what a peer left out.
+        missing: Gradients that it did not give; known after `results`.
     """
 
     peer: str
@@ -49,6 +50,7 @@ class Call:
     inputs: Inputs
     around: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
     resolved: str | None = None
+    missing: list[str] = dataclasses.field(default_factory=list)
 
     def forward(self) -> Tensor:
         """One forward call, recorded for a backward where gradients are enabled."""
@@ -65,13 +67,21 @@ class Call:
         """The gradient that comes in."""
         return self.inputs.laid_out(self.layout)[3]
 
+    def backward(self, out: Tensor, keep: bool = False) -> tuple[Tensor | None, ...]:
+        """Gradients of an output of `forward`, None where the peer gives none; `keep` allows another backward."""
+        return torch.autograd.grad(out, self.wrt, self.dout, retain_graph=keep, allow_unused=True)
+
     def results(self) -> dict[str, Tensor]:
         """Output and gradients of one forward and backward, as canonical tensors by name."""
         with self.around():
             out = self.forward()
         own = {"dsink": self.inputs.sink, "dbias": self.inputs.bias}
         names = ["dq", "dk", "dv", *(name for name, tensor in own.items() if tensor is not None)]
-        found = {"out": out.detach()} | dict(zip(names, torch.autograd.grad(out, self.wrt, self.dout), strict=True))
+        grads = dict(zip(names, self.backward(out), strict=True))
+        self.missing = [name for name, grad in grads.items() if grad is None]
+        if self.missing and self.resolved is None:
+            self.resolved = f"without {', '.join(self.missing)}"
+        found = {"out": out.detach()} | {name: grad for name, grad in grads.items() if grad is not None}
         return {n: t if n in own else self.inputs.canonical(t, self.layout) for n, t in found.items()}
 
 

@@ -126,6 +126,9 @@ class Stopped(Exception):  # noqa: N818 - it is an outcome, raised where the loo
     peer: str | None
     reason: str
 
+    def __str__(self) -> str:
+        return f"{self.peer}: {self.reason}" if self.peer else self.reason
+
 
 @dataclass
 class Plan:
