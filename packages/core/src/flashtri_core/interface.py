@@ -80,10 +80,6 @@ def flash_attn(
     q, k, v = _cast(q, k, v)
     _check_tensors(q, k, v, 4)
     batch, heads_q, nq = q.shape[0], q.shape[1], q.shape[2]
-    if k.shape[0] != batch or v.shape[0] != batch:
-        raise ValueError(f"k and v must have q's batch size {batch}, got {k.shape[0]} and {v.shape[0]}")
-    if v.shape[2] != k.shape[2]:
-        raise ValueError(f"v must have k's length {k.shape[2]}, got {v.shape[2]}")
     extras, numbers, p = _check_features(
         q, k, (batch, heads_q, nq, k.shape[2]), causal, softmax_scale, window_size, softcap, alibi_slopes,
         learnable_sink, attn_bias, attn_mask, dropout_p, seqused_k, impl,
@@ -253,6 +249,10 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, dim: int) -> None:
         raise ValueError(f"k must have q's head dimension {q.shape[-1]}, got {k.shape[-1]} (v may differ)")
     if v.shape[heads] != k.shape[heads]:
         raise ValueError(f"v must have k's heads {k.shape[heads]}, got {v.shape[heads]}")
+    if dim == 4 and (k.shape[0] != q.shape[0] or v.shape[0] != q.shape[0]):
+        raise ValueError(f"k and v must have q's batch size {q.shape[0]}, got {k.shape[0]} and {v.shape[0]}")
+    if dim == 4 and v.shape[2] != k.shape[2]:
+        raise ValueError(f"v must have k's length {k.shape[2]}, got {v.shape[2]}")
     hq, hk = q.shape[heads], k.shape[heads]
     if hk < 1 or hq < 1 or hq % hk:
         raise ValueError(f"q's heads must be a positive multiple of k's, got {hq} and {hk}")
@@ -335,7 +335,7 @@ def _check_cu_contents(name: str, cu: Tensor, total: int, longest: int) -> None:
     if values[0] != 0 or any(n < 0 for n in lengths) or values[-1] > total:
         raise ValueError(f"{name} must start at 0, never decrease, and end at most at {total}, got {values[:8]}...")
     if lengths and max(lengths) > longest:
-        raise ValueError(f"max_{name[3:-1]}: the longest sequence of {name} has {max(lengths)} rows, got {longest}")
+        raise ValueError(f"{name.replace('cu_seqlens', 'max_seqlen')}: the longest sequence of {name} has {max(lengths)} rows, got {longest}")
 
 
 def _check_max(name: str, value: Any) -> int:
