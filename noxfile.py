@@ -121,6 +121,7 @@ def cpu_layers(session: nox.Session, python: str) -> None:
     if sys.platform == "linux":
         layers += [("interpreter and not slow", ENV | {"TRITON_INTERPRET": "1"}), ("aot and not slow", ENV)]
     for marks, env in layers:
+        env = env | {"OMP_NUM_THREADS": "1"}  # two processes whose threads wait for each other's cores crawl
         session.run(python, "-m", "pytest", "-n", "2", "-m", marks, *session.posargs, env=env, success_codes=codes)
 
 
