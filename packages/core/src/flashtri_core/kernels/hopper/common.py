@@ -20,12 +20,9 @@ from triton.runtime import driver
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
-_SharedMemory = gl.shared_memory_descriptor
-reinterpret = _SharedMemory.reinterpret if hasattr(_SharedMemory, "reinterpret") else _SharedMemory._reinterpret
-
 FIRST_NAMED_BARRIER = gl.constexpr(8)  # hardware has 16; Triton uses 0, 1 and one per partition from 2 on
 
-_GLUON_DTYPE = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
+_GLUON_DTYPE = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
 
 # ------------------------------------------------------------------------------------------------- inside a kernel
@@ -68,7 +65,7 @@ def tma_strides(tensor: torch.Tensor) -> tuple[int, ...]:
 
 def tma_reason(name: str, tensor: torch.Tensor) -> str:
     """Why TMA cannot read ``tensor``; empty when it can."""
-    if tensor.dtype not in (torch.float16, torch.bfloat16):
+    if tensor.dtype not in _GLUON_DTYPE:
         return f"{name} is {tensor.dtype}; the Hopper kernels take float16 and bfloat16"
     if tensor.numel() == 0:
         return f"{name} is empty"

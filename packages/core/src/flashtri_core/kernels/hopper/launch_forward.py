@@ -183,20 +183,6 @@ def pack(
     )  # fmt: skip
 
 
-@dataclass
-class Ready:
-    """A compiled kernel and its plan for one kind of call, with the arguments of recent addresses."""
-
-    plan: Plan
-    launch: Launch
-    flat: dict[tuple[Any, ...], tuple[Any, ...]]
-
-
-#: By everything that a call's arguments depend on except addresses. A workload of ever-new shapes starts over at the
-#: limit; what it pays is Triton's own binding, about 0.1 ms, not a compilation.
-_ready: dict[tuple[Any, ...], Ready] = {}
-_LIMIT = 1024
-
 _counters: dict[tuple[int, int], Tensor] = {}
 
 
@@ -214,57 +200,54 @@ def _counter(device: torch.device) -> Tensor:
     return found
 
 
-def _pointer(x: Tensor | None) -> tuple[Any, ...] | None:
-    """What the compiled code depends on in an optional tensor."""
-    return None if x is None else (x.dtype, x.stride(), x.data_ptr() & 15)
+class Forward:
+    """The forward of one problem at one set of layouts: strides, dtypes, alignment, which optional tensors there are.
+
+    Called with tensors of these layouts, it fills ``out``, ``lse`` and, if given, ``row_max``. The tensors of the first
+    call must pass :func:`supports`. ``config`` and ``l2_bytes`` are for tuning.
+    """
+
+    REMEMBERED = 256  # argument lists by address: allocators hand out the same ones again and again
+
+    def __init__(
+        self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Extras, out: Tensor, lse: Tensor,
+        config: ForwardConfig | None = None, l2_bytes: int = L2_BYTES,
+    ) -> None:  # fmt: skip
+        self.problem, self.device = problem, q.device
+        self.plan = plan(problem, config, target_of(q.device).multiprocessors, l2_bytes)
+        self.dynamic = self.plan.config.order == "dynamic"
+        self.launch: Launch | None = None
+        self.recent: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, extras: Extras, out: Tensor, lse: Tensor, row_max: Tensor | None = None
+    ) -> None:
+        """Shapes as in :func:`flashtri_core.flash_attn`; runs on the current stream of the tensors' device."""
+        if self.device.index != torch.cuda.current_device():
+            with torch.cuda.device(self.device):
+                self(q, k, v, extras, out, lse, row_max)
+            return
+        counter = _counter(self.device) if self.dynamic else None
+        tensors = (q, k, v, out, lse, row_max, counter, *extras)
+        where = tuple([None if x is None else x.data_ptr() for x in tensors])
+        flat = self.recent.get(where)
+        if flat is not None and self.launch is not None and self.launch.run(self.plan.grid, self.device.index, flat):
+            return
+        arguments = pack(self.plan, self.problem, q, k, v, extras, out, lse, row_max, counter)
+        if self.launch is None:
+            self.launch = Launch(attn_fwd_hopper[(self.plan.grid,)](*for_triton(arguments), num_warps=4))
+            return
+        flat = self.launch.flatten(arguments)
+        if len(self.recent) >= self.REMEMBERED:
+            self.recent.clear()
+        self.recent[where] = flat
+        if not self.launch.run(self.plan.grid, self.device.index, flat):
+            self.launch.run_slowly(self.plan.grid, arguments)
 
 
 def forward(
-    problem: Problem,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    extras: Extras,
-    out: Tensor,
-    lse: Tensor,
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Extras, out: Tensor, lse: Tensor,
     row_max: Tensor | None = None,
-    config: ForwardConfig | None = None,
-    l2_bytes: int = L2_BYTES,
-) -> None:
-    """Fill ``out``, ``lse`` and, if given, ``row_max``; the call must pass :func:`supports`.
-
-    Shapes as in :func:`flashtri_core.flash_attn`; ``config`` and ``l2_bytes`` are for tuning.
-    """
-    device = q.device
-    if device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            forward(problem, q, k, v, extras, out, lse, row_max, config, l2_bytes)
-        return
-    slopes, sink = extras.alibi_slopes, extras.learnable_sink
-    key = (
-        problem, device.index, config, l2_bytes, q.stride(), k.stride(), v.stride(), out.stride(), lse.stride(),
-        row_max is None, _pointer(slopes), _pointer(sink),
-    )  # fmt: skip
-    ready = _ready.get(key)
-    if ready is None:
-        p = plan(problem, config, target_of(device).multiprocessors, l2_bytes)
-        counter = _counter(device) if p.config.order == "dynamic" else None
-        arguments = pack(p, problem, q, k, v, extras, out, lse, row_max, counter)
-        compiled = attn_fwd_hopper[(p.grid,)](*for_triton(arguments), num_warps=4)
-        if len(_ready) >= _LIMIT:
-            _ready.clear()
-        _ready[key] = Ready(p, Launch(compiled), {})
-        return
-    p = ready.plan
-    counter = _counter(device) if p.config.order == "dynamic" else None
-    tensors = (q, k, v, out, lse, row_max, counter, slopes, sink, extras.cu_seqlens_q, extras.cu_seqlens_k, extras.seqused_k)
-    where = tuple([None if x is None else x.data_ptr() for x in tensors])
-    flat = ready.flat.get(where)
-    if flat is None:
-        arguments = pack(p, problem, q, k, v, extras, out, lse, row_max, counter)
-        flat = ready.launch.flatten(arguments)
-        if len(ready.flat) >= _LIMIT:
-            ready.flat.clear()
-        ready.flat[where] = flat
-    if not ready.launch.run(p.grid, device.index, flat):
-        ready.launch.run_slowly(p.grid, pack(p, problem, q, k, v, extras, out, lse, row_max, counter))
+) -> None:  # fmt: skip
+    """One call without a plan to keep."""
+    Forward(problem, q, k, v, extras, out, lse)(q, k, v, extras, out, lse, row_max)
