@@ -18,11 +18,11 @@ from .tiles import head_base, load_rows, store_rows
 def masked_scores(s, z, h, i, j, Nq, Nk, variant, args, mask, EDGE: tl.constexpr, HAS_MASK: tl.constexpr):
     """Add the biases, hide what the mask hides: s [BLOCK_M, BLOCK_N] with -inf where the key is not visible."""
     s = variant.alibi(s, z, h, i, j, Nq, Nk, args.alibi)
-    s = variant.bias(s, z, h, i, j, Nq, Nk, args.bias)
+    s = variant.bias(s, z, h, i, j, Nq, Nk, args.bias, EDGE)
     if EDGE:
         s = tl.where(variant.keep(i, j, Nq, Nk, args.mask) & (j < Nk), s, float("-inf"))
     if HAS_MASK:
-        s = tl.where(visible(z, h, i, j, Nq, Nk, mask), s, float("-inf"))
+        s = tl.where(visible(z, h, i, j, Nq, Nk, mask, EDGE), s, float("-inf"))
     return s
 
 
@@ -65,7 +65,8 @@ def attn_fwd_kernel(
     for span in tl.static_range(0 if LEFT_EDGE else 1, 3):
         first = lo if span == 0 else (full_lo if span == 1 else full_hi)
         last = full_lo if span == 0 else (full_hi if span == 1 else hi)
-        for start_n in range(first, last, BLOCK_N):
+        for block_n in range(tl.cdiv(first, BLOCK_N), tl.cdiv(last, BLOCK_N)):
+            start_n = block_n * BLOCK_N
             if not HAS_MASK or any_visible(z, h, start_m, start_n, mask):
                 offs_n = start_n + tl.arange(0, BLOCK_N)
                 k = load_rows(k_base, stride_k, start_n, Nk, HEAD_DIM, BLOCK_N, BLOCK_D, span != 1)  # [BLOCK_N, BLOCK_D]

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ..problem import Extras, Problem
 from ..target import Target, target_of
-from ..tuning import Config, block_of, choose, head_group
-from ..variants import MASKS, assemble, attn_bias, attn_mask, sink
+from ..tuning import Config, block_of, blocks_of, choose, head_group
+from ..variants import MASKS, assemble, attn_mask, sink
 from .backward import attn_bwd_dbias_kernel, attn_bwd_delta_kernel, attn_bwd_dkdv_kernel, attn_bwd_dq_kernel
 from .forward import attn_fwd_kernel
 
@@ -66,16 +66,6 @@ def blocks_and_programs(problem: Problem, heads: int, rows: int, total: int, blo
     return blocks, problem.batch * heads, blocks * problem.batch * heads
 
 
-def mask_args(extras: Extras) -> tuple[Any, ...]:
-    """The boolean mask and its block summary, each with strides; empty without a mask."""
-    mask = extras.attn_mask
-    if mask is None:
-        return ()
-    summary = attn_mask.summarise(mask)
-    strides_of = attn_bias.broadcast_strides
-    return (mask.view(torch.int8), *strides_of(mask), summary, *strides_of(summary))
-
-
 class _Plan:
     """What the kernels of one problem have in common."""
 
@@ -84,14 +74,15 @@ class _Plan:
         self.target: Target = target_of(device)
         self.mask_module = MASKS[problem.mask_kind]
         self.group = problem.heads_q // problem.heads_k
-        self.dims = (problem.head_dim, problem.head_dim_v, block_of(problem.head_dim), block_of(problem.head_dim_v))
+        self.dims = (problem.head_dim, problem.head_dim_v, *blocks_of(problem))
         self.together = head_group(problem)
         tensors = (extras.alibi_slopes, extras.attn_bias, extras.attn_mask, extras.rng)
         self._fixed = self._assemble(extras) if all(t is None for t in tensors) else None
 
     def _assemble(self, extras: Extras) -> tuple[Any, ...]:
         variant, args, unit_log2 = assemble(self.problem, extras)
-        return variant, args, mask_args(extras), unit_log2
+        mask = extras.attn_mask
+        return variant, args, () if mask is None else attn_mask.kernel_args(mask), unit_log2
 
     def hooks(self, extras: Extras) -> tuple[Any, ...]:
         """(cu_seqlens_q, cu_seqlens_k, seqused_k, variant, its arguments, mask arguments, unit_log2)."""

@@ -6,7 +6,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from . import alibi, attn_bias, attn_mask, causal, dropout, full, plain, sink, softcap, window
-from .contract import Variant, VariantArgs, no_drop, no_term
+from .contract import Variant, VariantArgs, no_bias, no_drop, no_term
 
 if TYPE_CHECKING:
     from ..problem import Extras, Problem
@@ -58,14 +58,14 @@ def assemble(problem: Problem, extras: Extras) -> tuple[Variant, VariantArgs, fl
         score=hooks[0],
         score_grad=hooks[1],
         alibi=alibi.add if slopes is not None else no_term,
-        bias=attn_bias.add if bias is not None else no_term,
+        bias=attn_bias.add if bias is not None else no_bias,
         drop=dropout.drop if problem.dropout_p > 0 else no_drop,
     )
     args = VariantArgs(
         mask=problem.window if problem.mask_kind == "window" else (),
         score=score,
         alibi=alibi_args,
-        bias=(bias, *attn_bias.broadcast_strides(bias)) if bias is not None else (),
+        bias=attn_bias.pointer_args(bias) if bias is not None else (),
         drop=(extras.rng, dropout.levels(problem.dropout_p), dropout.keep_scale(problem.dropout_p))
         if problem.dropout_p > 0
         else (),
@@ -73,4 +73,4 @@ def assemble(problem: Problem, extras: Extras) -> tuple[Variant, VariantArgs, fl
     return variant, args, unit * LOG2E
 
 
-__all__ = ["FEATURES", "MASKS", "Variant", "VariantArgs", "assemble", "no_drop", "no_term"]
+__all__ = ["FEATURES", "MASKS", "Variant", "VariantArgs", "assemble", "no_bias", "no_drop", "no_term"]

@@ -8,17 +8,32 @@ program per tile: deterministic, no atomics, never a tensor larger than the bias
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from .._jit import jit, tl
 
 
 @jit
-def add(s, z, h, i, j, Nq, Nk, args):
-    """args = (bias, its four strides in elements, 0 on broadcast axes); ``s`` in natural units."""
+def tile_pointers(z, h, i, j, args):
+    """[BLOCK_M, BLOCK_N] pointers into a broadcastable 4-D tensor; args = :func:`pointer_args`."""
+    rows = i
+    if args[5] is not None:
+        rows = i.to(tl.int64)
     base = args[0] + z.to(tl.int64) * args[1] + h.to(tl.int64) * args[2]
-    ptrs = base + i.to(tl.int64) * args[3] + j * args[4]
-    return s + tl.load(ptrs, mask=(i < Nq) & (j < Nk), other=0.0).to(tl.float32)
+    return base + rows * args[3] + j * args[4]
+
+
+@jit
+def add(s, z, h, i, j, Nq, Nk, args, EDGE: tl.constexpr):
+    """``s`` in natural units. Away from the edge only rows are checked, so that a row of the tile is read in one go."""
+    ptrs = tile_pointers(z, h, i, j, args)
+    if EDGE:
+        bias = tl.load(ptrs, mask=(i < Nq) & (j < Nk), other=0.0)
+    else:
+        bias = tl.load(ptrs, mask=i < Nq, other=0.0)
+    return s + bias.to(tl.float32)
 
 
 def check(bias: object, name: str, shape: tuple[int, int, int, int], device: object, boolean: bool) -> None:
@@ -48,3 +63,9 @@ def as_4d(bias: Tensor) -> Tensor:
 def broadcast_strides(bias: Tensor) -> tuple[int, ...]:
     """Strides of a 4-D tensor with 0 wherever its size is 1, so that any index reads the one entry."""
     return tuple(0 if size == 1 else stride for size, stride in zip(bias.shape, bias.stride(), strict=True))
+
+
+def pointer_args(x: Tensor) -> tuple[Any, ...]:
+    """(tensor, its strides with 0 on broadcast axes, wide): wide is None unless one head spans 2^31 elements."""
+    strides = broadcast_strides(x)
+    return (x, *strides, 1 if strides[2] * x.shape[2] >= 1 << 31 else None)

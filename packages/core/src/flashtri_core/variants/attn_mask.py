@@ -6,31 +6,40 @@ a block summary, one flag per 128 x 128 block, and skipped before K and V are lo
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .._jit import jit, tl
+from .attn_bias import pointer_args, tile_pointers
 
 SUMMARY_BLOCK = 128  # every tile of every kernel lies inside one block of the summary
 
 
 @jit
 def any_visible(z, h, m0, n0, args):
-    """One flag: does the 128 x 128 block around tile (m0, n0) show anything?
-
-    args = (mask, 4 strides, summary, 4 strides).
-    """
-    base = args[5] + z * args[6] + h * args[7]
-    return tl.load(base + (m0 // 128) * args[8] + (n0 // 128) * args[9]) != 0
+    """One flag: does the 128 x 128 block around tile (m0, n0) show anything? args = :func:`kernel_args`."""
+    summary = args[1]
+    base = summary[0] + z * summary[1] + h * summary[2]
+    return tl.load(base + (m0 // 128) * summary[3] + (n0 // 128) * summary[4]) != 0
 
 
 @jit
-def visible(z, h, i, j, Nq, Nk, args):
+def visible(z, h, i, j, Nq, Nk, args, EDGE: tl.constexpr):
     """bool [BLOCK_M, BLOCK_N]: the mask's tile."""
-    base = args[0] + z.to(tl.int64) * args[1] + h.to(tl.int64) * args[2]
-    ptrs = base + i.to(tl.int64) * args[3] + j * args[4]
-    return tl.load(ptrs, mask=(i < Nq) & (j < Nk), other=0) != 0
+    ptrs = tile_pointers(z, h, i, j, args[0])
+    if EDGE:
+        shown = tl.load(ptrs, mask=(i < Nq) & (j < Nk), other=0)
+    else:
+        shown = tl.load(ptrs, mask=i < Nq, other=0)
+    return shown != 0
+
+
+def kernel_args(mask: Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The mask's bytes and its block summary, each as :func:`~.attn_bias.pointer_args`."""
+    return pointer_args(mask.view(torch.int8)), pointer_args(summarise(mask))
 
 
 def summarise(mask: Tensor) -> Tensor:

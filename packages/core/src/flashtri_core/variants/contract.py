@@ -16,7 +16,8 @@ Index tiles: ``i`` query rows [BLOCK_M, 1] and ``j`` keys [1, BLOCK_N], int32, c
 ``score``       ``(qk, args) -> s`` in multiples of a positive unit, which the host folds into ``unit_log2``
 ``score_grad``  ``(ds, s, args) -> dqk`` up to the factor softmax_scale, ``s`` being what ``score`` returned
 ``alibi``       ``(s, z, h, i, j, Nq, Nk, args) -> s`` plus an additive term without gradient of its own
-``bias``        the same, for the user's additive bias (its gradient has its own kernel)
+``bias``        the same, for the user's additive bias (its gradient has its own kernel); one more argument, EDGE, says
+                whether the tile may reach past Nk
 ``drop``        ``(p, z, h, i, j, args) -> p``: dropped entries 0, kept ones divided by the keep probability
 =============  ==================================================================================================
 """
@@ -25,7 +26,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from .._jit import jit, tl  # noqa: F401  (the interpreter wants tl beside every jit function)
+from .._jit import jit, tl
 
 
 class Variant(NamedTuple):
@@ -54,6 +55,12 @@ class VariantArgs(NamedTuple):
 @jit
 def no_term(s, z, h, i, j, Nq, Nk, args):
     """Additive axes when unused: the score itself."""
+    return s
+
+
+@jit
+def no_bias(s, z, h, i, j, Nq, Nk, args, EDGE: tl.constexpr):
+    """The bias axis when unused."""
     return s
 
 
