@@ -39,9 +39,9 @@ def test_long_random_problems():
         run(shape, tiles_of(shape, [rnd.randint(1, 7) for _ in range(rnd.randint(1, 9))], rnd), seed, patience=500)
 
 
-def broken_somewhere(shape=Shape()):
+def broken_somewhere():
     """Whether any of many orders of a protocol raises."""
-    rnd = random.Random(2)
+    rnd, shape = random.Random(2), Shape()
     for blocks, seed in itertools.product(BLOCKS, range(20)):
         try:
             run(shape, tiles_of(shape, blocks, rnd), seed, patience=50)

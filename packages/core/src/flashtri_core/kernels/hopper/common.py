@@ -10,7 +10,6 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
@@ -20,9 +19,12 @@ from triton.runtime import driver
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
+_SharedMemory = gl.shared_memory_descriptor
+reinterpret = _SharedMemory.reinterpret if hasattr(_SharedMemory, "reinterpret") else _SharedMemory._reinterpret
+
 FIRST_NAMED_BARRIER = gl.constexpr(8)  # hardware has 16; Triton uses 0, 1 and one per partition from 2 on
 
-_GLUON_DTYPE = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
+_GLUON_DTYPE = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 
 
 # ------------------------------------------------------------------------------------------------- inside a kernel
@@ -44,7 +46,12 @@ def named_barrier_arrive(barrier, MINE: gl.constexpr, THREADS: gl.constexpr):
     """Count the calling partition in at named barrier ``barrier`` without waiting for the others."""
     lane = gl.arange(0, MINE, layout=gl.BlockedLayout([1], [32], [MINE // 32], [0]))
     gl.inline_asm_elementwise(
-        f"bar.arrive $1, {THREADS}; mov.b32 $0, $1;", "=r,r", [lane * 0 + barrier], dtype=gl.int32, is_pure=False, pack=1
+        f"bar.arrive $1, {THREADS}; mov.b32 $0, $1;",
+        "=r,r",
+        [lane * 0 + barrier],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
     )
 
 
@@ -65,7 +72,7 @@ def tma_strides(tensor: torch.Tensor) -> tuple[int, ...]:
 
 def tma_reason(name: str, tensor: torch.Tensor) -> str:
     """Why TMA cannot read ``tensor``; empty when it can."""
-    if tensor.dtype not in _GLUON_DTYPE:
+    if tensor.dtype not in (torch.float16, torch.bfloat16):
         return f"{name} is {tensor.dtype}; the Hopper kernels take float16 and bfloat16"
     if tensor.numel() == 0:
         return f"{name} is empty"

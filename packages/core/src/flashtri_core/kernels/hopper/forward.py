@@ -478,9 +478,7 @@ def producer(
     M: gl.constexpr = C.block_m // C.warpgroups
     count = 0  # key blocks fetched
     turn = 0  # tiles fetched
-    tile, z, h, start_m, q_row0, k_row0, Nq, Nk = find_tile(
-        gl.program_id(0), sizes, CU_Q, CU_K, USED_K, COUNTER, C
-    )
+    tile, z, h, start_m, q_row0, k_row0, Nq, Nk = find_tile(gl.program_id(0), sizes, CU_Q, CU_K, USED_K, COUNTER, C)
     while tile < sizes.num_tiles:
         zb = 0 if C.packed else z  # packed tensors have no batch axis
         hk = h // sizes.group
@@ -499,7 +497,9 @@ def producer(
         mbarrier.arrive(bars.slot_full.index(slot), count=1)
         for w in gl.static_range(C.warpgroups):
             stage = (turn % C.q_stages) * C.warpgroups + w
-            load_rows(q_descs, zb, h, q_row0 + start_m + w * M, bars.q_full.index(stage), tiles.q, stage, M, C.d, C.d_tail)
+            load_rows(
+                q_descs, zb, h, q_row0 + start_m + w * M, bars.q_full.index(stage), tiles.q, stage, M, C.d, C.d_tail
+            )
         count += 1
         # look for the next tile now: the counter's and the search's latency pass under this tile's work
         tile, z, h, start_m, q_row0, k_row0, Nq, Nk = find_tile(
@@ -533,7 +533,9 @@ def load_k(descs, z, h, row0, block, count, tiles, bars, C: gl.constexpr):
 def load_v(descs, z, h, row0, block, count, tiles, bars, C: gl.constexpr):
     wait_empty(bars.v_empty, RELEASE_V, count, C)
     stage, _phase = stage_of(count, C)
-    load_rows(descs, z, h, row0 + block * C.block_n, bars.v_full.index(stage), tiles.v, stage, C.block_n, C.dv, C.dv_tail)
+    load_rows(
+        descs, z, h, row0 + block * C.block_n, bars.v_full.index(stage), tiles.v, stage, C.block_n, C.dv, C.dv_tail
+    )
 
 
 @gluon.jit
@@ -588,13 +590,17 @@ def begin_tile(
     p, alpha, m_new = probabilities(s, m_new, unit_log2, C.mask_last)
     l_new = row_parts(p, C)
     if SINK is not None:
-        l_new += scale_rows(gl.full([M, 4], 0.25, gl.float32, l_new.type.layout), alpha)  # l = 1, shared by four threads
+        l_new += scale_rows(
+            gl.full([M, 4], 0.25, gl.float32, l_new.type.layout), alpha
+        )  # l = 1, shared by four threads
     if OVERLAP:
         # always true by now; a branch that keeps ptxas from moving exp2 below the wait for O
         mbarrier.wait(bars.q_full.index(q_stage), (turn // C.q_stages) & 1, pred=exists)
         acc = wait_pv(acc, C)
         release(bars.v_empty, RELEASE_V, v_before, C)
-        finish_tile(acc, m_i, l_i, turn - 1, O, stride_o, LSE, ROW_MAX, stride_lse, unit_log2, sizes, tiles, bars, WG, C)
+        finish_tile(
+            acc, m_i, l_i, turn - 1, O, stride_o, LSE, ROW_MAX, stride_lse, unit_log2, sizes, tiles, bars, WG, C
+        )
     p16 = gl.convert_layout(p.to(dtype), P_LAYOUT)
     mbarrier.wait(bars.v_full.index(k_stage), k_phase, pred=exists)
     return p16, m_new, l_new, exists, (row0, z, h, Nq, Nk), (first, free_lo, free_hi, last), count + 1
@@ -655,7 +661,9 @@ def consumer(
             v_stage, _phase = stage_of(count - 1, C)
             acc = wait_pv(dot_pv(p16, tiles, v_stage, acc, C), C)
             release(bars.v_empty, RELEASE_V, v_stage, C)
-            finish_tile(acc, m_i, l_i, turn - 1, O, stride_o, LSE, ROW_MAX, stride_lse, unit_log2, sizes, tiles, bars, WG, C)
+            finish_tile(
+                acc, m_i, l_i, turn - 1, O, stride_o, LSE, ROW_MAX, stride_lse, unit_log2, sizes, tiles, bars, WG, C
+            )
             p16, m_i, l_i, exists, where, span, count = begin_tile(
                 0, 0, 0, 0, turn, count, O, stride_o, LSE, ROW_MAX, stride_lse, SINK, unit_log2, sizes, variant, args,
                 tiles, bars, WG, False, S_LAYOUT, P_LAYOUT, C,

@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton.runtime import driver
 
 from ..._jit import triton_version
 from ...problem import Extras, Problem
 from ...target import target_of
 from ...variants import MASKS, assemble
-from triton.runtime import driver
-
 from .common import Block, Constants, Launch, for_triton, four_axes, tma_reason
 from .forward import attn_fwd_hopper
 
@@ -108,7 +107,10 @@ def problem_reason(problem: Problem, device: torch.device) -> str:
         return f"head dimensions {problem.head_dim} and {problem.head_dim_v} are outside 1..256"
     if problem.head_dim % 8 or problem.head_dim_v % 8:
         return f"head dimensions {problem.head_dim} and {problem.head_dim_v} must be multiples of 8 (16 bytes) for TMA"
-    if columns(problem.head_dim) != columns(problem.head_dim_v) and (problem.head_dim, problem.head_dim_v) != (192, 128):
+    if columns(problem.head_dim) != columns(problem.head_dim_v) and (problem.head_dim, problem.head_dim_v) != (
+        192,
+        128,
+    ):
         return f"head dimensions {problem.head_dim} and {problem.head_dim_v} have no common tile; (192, 128) has"
     if problem.seqlen_q == 0 or problem.seqlen_k == 0 or problem.batch == 0:
         return "the problem is empty"
