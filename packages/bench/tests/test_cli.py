@@ -103,3 +103,11 @@ def test_a_dirty_tree_cannot_write_the_committed_file(monkeypatch, capsys):
     monkeypatch.setattr("flashtri_bench.provenance.commit", lambda: ("0123456a", True))
     assert main(["run", "--suite", "host"]) == 2
     assert "committed code only" in capsys.readouterr().err
+
+
+def test_a_machine_whose_worker_does_not_start_is_said(monkeypatch, capsys):
+    from flashtri_bench.runner import Worker
+
+    monkeypatch.setattr(Worker, "command", ["false"])
+    assert main(["run", "--device", "cpu", "--suite", "host"]) == 1
+    assert "the measuring process does not start: the process died" in capsys.readouterr().err

@@ -294,6 +294,10 @@ class Reference:
         """
         errors = {name: self._error(name, values) for name, values in self._cut(results).items()}
         eps = torch.finfo(self.inputs.dtype).eps
+        if self.inputs.dtype == torch.float32:
+            # Two right fp32 sums of D terms in different orders differ by about sqrt(D) roundings. Products of half
+            # precision are summed in fp32, where that disappears beside the rounding of their inputs.
+            eps *= self.case.head_dim**0.5
         outcomes = []
         for name, error in errors.items():
             top = max(t.abs().max().item() for t in self.exact[name])

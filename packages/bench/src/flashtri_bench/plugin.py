@@ -45,6 +45,8 @@ class Session:
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.smoke = self.device == "cpu"
         self.dtype = "fp32" if self.smoke else "bf16"
+        if self.smoke:
+            torch.set_num_threads(1)  # problems of these sizes are slower on several threads
         self.record = provenance.run_record(self.device, self.smoke, provenance.environment(self.device))
         self.record["ceilings"] = ceilings.measure(self.device, (self.dtype,), clock_for(self.device))
         self.document = results.empty()
