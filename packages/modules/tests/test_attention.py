@@ -21,7 +21,10 @@ LENGTHS = [7, 0, 4, 1]
 # (device, dtype, atol): on a GPU the kernels run, on a CPU the exact path does; fp64 leaves no room for a wrong term.
 PLACES = [("cpu", torch.float64, 1e-10), ("cpu", torch.float32, 2e-5)]
 if torch.cuda.is_available():
-    PLACES.append(("cuda", torch.float16, 2e-2))
+    PLACES.append(pytest.param("cuda", torch.float16, 2e-2, marks=pytest.mark.gpu))
+DEVICES = ["cpu"]
+if torch.cuda.is_available():
+    DEVICES.append(pytest.param("cuda", marks=pytest.mark.gpu))
 
 SETTINGS = {
     "plain": {},
@@ -358,14 +361,58 @@ def test_checkpointed_attention_leaks_nothing() -> None:
         gc.enable()
 
 
-def test_fp32_weights_under_autocast() -> None:
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+class TestFullSize:
+    """Sizes at which the kernels loop over tiles; on Hopper `impl="auto"` is the Hopper kernel where it fits."""
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+    @pytest.mark.parametrize("head_dim", [64, 128])
+    @pytest.mark.parametrize("settings", ["plain", "causal", "gqa", "window", "alibi", "sink", "all"])
+    @pytest.mark.parametrize("form", ["dense", "padded"])
+    def test_self(self, form: str, settings: str, head_dim: int, dtype: torch.dtype) -> None:
+        layer, exact = make(FlashSelfAttention, "cuda", dtype, head_dim=head_dim, **SETTINGS[settings])
+        x, x64 = leaf(2, 777, E, device="cuda", dtype=dtype)
+        lengths = torch.tensor([777, 333], device="cuda") if form == "padded" else None
+        used = (777, 333) if form == "padded" else (777, 777)
+        width = exact.num_heads * head_dim
+        rows = [
+            torch.cat([expected_self(exact, a[:n]), exact.out_proj(x64.new_zeros(777 - n, width))])
+            for a, n in zip(x64, used, strict=True)
+        ]
+        atol = 5e-2 if dtype == torch.bfloat16 else 1e-2
+        out, want = layer(x, lengths=lengths), torch.stack(rows)
+        torch.testing.assert_close(out.double(), want, atol=atol, rtol=0)
+        gradient = torch.randn(want.shape, generator=torch.Generator().manual_seed(1)).to("cuda", torch.float64)
+        out.backward(gradient.to(dtype))
+        want.backward(gradient)
+        pairs = [(x, x64), *zip(layer.parameters(), exact.parameters(), strict=True)]
+        for got, reference in pairs:
+            error = (got.grad.double() - reference.grad).norm() / reference.grad.norm()
+            assert error < atol, f"shape {tuple(got.shape)}: off by {error:.3f} of its norm"
+
+    def test_memory_of_checkpointed_attention_is_flat(self) -> None:
+        """pytorch#161186, in bytes of GPU memory."""
+        layer = FlashSelfAttention(256, 4, device="cuda", dtype=torch.bfloat16)
+        x = torch.randn(2, 512, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        allocated = []
+        for _ in range(50):
+            checkpoint(layer, x, use_reentrant=False).sum().backward()
+            allocated.append(torch.cuda.memory_allocated())
+        assert max(allocated[2:]) == allocated[2]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_fp32_weights_under_autocast(device: str) -> None:
     """transformers#35945, unsloth#827: fp32 weights under autocast were refused."""
     layer = FlashSelfAttention(E, 4, causal=True, sink=True, alibi=True)
     x = torch.randn(2, 8, E)
-    with torch.autocast("cpu", torch.bfloat16):
+    want = layer(x)
+    layer, x = layer.to(device), x.to(device)
+    with torch.autocast(device, torch.bfloat16):
         out = layer(x)
     assert out.dtype == torch.bfloat16
-    torch.testing.assert_close(out.float(), layer(x), atol=2e-2, rtol=0)
+    torch.testing.assert_close(out.float().cpu(), want, atol=2e-2, rtol=0)
     out.float().square().sum().backward()
     assert {p.grad.dtype for p in layer.parameters()} == {torch.float32}
 

@@ -14,7 +14,7 @@ from flashtri_modules import FlashMultiheadAttention
 N, L, S, E, H = 3, 5, 7, 16, 4
 PLACES = [("cpu", torch.float64, 1e-10)]
 if torch.cuda.is_available():
-    PLACES.append(("cuda", torch.float16, 2e-2))
+    PLACES.append(pytest.param(("cuda", torch.float16, 2e-2), marks=pytest.mark.gpu))
 
 
 def pair(**settings: object) -> tuple[FlashMultiheadAttention, nn.MultiheadAttention]:
