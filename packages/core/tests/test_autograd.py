@@ -1,0 +1,276 @@
+"""What autograd, checkpointing and the operator registry may rely on."""
+
+import gc
+import itertools
+import weakref
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.autograd.forward_ad as fwad
+from torch.utils.checkpoint import checkpoint
+
+from flashtri_core import dispatch, flash_attn, flash_attn_varlen, target
+from flashtri_core.testing.cases import CASES, inputs, problem_of
+from flashtri_core.testing.plugin import REFERENCE, lanes
+
+
+def three(lane, nq=20, nk=20, d=16, heads=2):
+    shapes = ((2, heads, nq, d), (2, heads, nk, d), (2, heads, nk, d))
+    return [lane.randn(*shape, seed=s).requires_grad_() for s, shape in enumerate(shapes)]
+
+
+@lanes()
+@pytest.mark.parametrize("pattern", [p for p in itertools.product([True, False], repeat=3) if any(p)], ids=str)
+def test_some_inputs_require_grad(lane, pattern):
+    """Row 102: for every pattern of requires_grad the right gradients, and None for the others."""
+    whole = three(lane)
+    out = flash_attn(*whole, causal=True, impl=lane.impl)
+    do = lane.randn(*out.shape, seed=5)
+    right = torch.autograd.grad(out, whole, do)
+    some = [x.detach().requires_grad_(on) for x, on in zip(whole, pattern, strict=True)]
+    flash_attn(*some, causal=True, impl=lane.impl).backward(do)
+    for x, on, want in zip(some, pattern, right, strict=True):
+        assert (x.grad is not None) == on
+        assert x.grad is None or torch.equal(x.grad, want)
+
+
+@lanes()
+def test_the_key_pass_is_skipped_when_nobody_wants_it(lane, monkeypatch):
+    """Row 102: with only q requiring a gradient the operator is not asked for dK and dV, and the reverse."""
+    asked = []
+    plan = dispatch.backward_plan
+    monkeypatch.setattr(dispatch, "backward_plan", lambda *a: asked.append([x is not None for x in a[-4:-1]]) or plan(*a))
+    for on in ((True, False, False), (False, True, False), (True, True, True)):
+        q, k, v = (x.detach().requires_grad_(r) for x, r in zip(three(lane, nq=19 + sum(on) + on[1]), on, strict=True))
+        flash_attn(q, k, v, impl=lane.impl).sum().backward()
+    assert asked == [[True, False, False], [False, True, True], [True, True, True]]
+
+
+@lanes()
+def test_gradient_through_lse(lane):
+    """Row 99: a loss on LSE alone gives dq and dk (softmax averages) and dv = 0, not silent zeros."""
+    q, k, v = three(lane)
+    _, lse = flash_attn(q, k, v, causal=True, return_lse=True, impl=lane.impl)
+    dq, dk, dv = torch.autograd.grad(lse.sum(), (q, k, v))
+    high = [x.detach().double().requires_grad_() for x in (q, k)]
+    s = high[0] @ high[1].transpose(-1, -2) * 16**-0.5
+    s = s.masked_fill(torch.ones(20, 20, dtype=torch.bool, device=s.device).triu(1), float("-inf"))
+    right = torch.autograd.grad(torch.logsumexp(s, -1).sum(), high)
+    assert not dv.any()
+    for a, b in zip((dq, dk), right, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-2, atol=1e-2)
+        assert a.abs().max() > 0.1
+
+
+@lanes()
+def test_max_logits_has_no_gradient(lane):
+    q, k, v = three(lane)
+    _, most = flash_attn(q, k, v, return_max_logits=True, impl=lane.impl)
+    assert not most.requires_grad
+
+
+@lanes(REFERENCE)
+@pytest.mark.parametrize("name", ["causal_dead_rows", "gqa", "window_causal", "softcap_bias", "alibi_causal", "sink", "packed_empty"])
+def test_gradcheck(lane, name):
+    """The hand-written gradient of the chunked path against finite differences, in float64."""
+    case = replace(CASES[name], nq=7, nk=5 if name == "causal_dead_rows" else 9, d=3, dv=2)
+    if case.lengths:
+        case = replace(case, lengths=((0, 0), (0, 2), (3, 0), (4, 5), (0, 0)))
+    given = inputs(case, torch.float64)
+    names = given.differentiable
+    rest = {n: t for n, t in given.tensors.items() if n not in names}
+
+    def attention(*leaves):
+        both = rest | dict(zip(names, leaves, strict=True))
+        q, k, v = (both.pop(n) for n in "qkv")
+        if case.lengths:
+            cu = both.pop("cu_seqlens_q"), both.pop("cu_seqlens_k")
+            out, lse = flash_attn_varlen(q, k, v, *cu, *case.longest, **both, **given.numbers, return_lse=True)
+        else:
+            out, lse = flash_attn(q, k, v, **both, **given.numbers, return_lse=True)
+        return out, lse.masked_fill(lse == float("-inf"), 0.0)
+
+    assert torch.autograd.gradcheck(attention, [given.tensors[n].requires_grad_() for n in names])
+
+
+@lanes()
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_dtypes_come_back(lane, dtype):
+    """Rows 106, 107: outputs and gradients have the inputs' dtype, statistics are float32."""
+    if lane.name == "interpreter" and dtype == torch.bfloat16:
+        pytest.skip("Triton's interpreter multiplies bfloat16 wrongly; the call refuses it")
+    q, k, v = (x.detach().to(dtype).requires_grad_() for x in three(lane))
+    out, lse, most = flash_attn(q, k, v, return_lse=True, return_max_logits=True, impl=lane.impl)
+    assert (out.dtype, lse.dtype, most.dtype) == (dtype, torch.float32, torch.float32)
+    out.sum().backward()
+    assert {x.grad.dtype for x in (q, k, v)} == {dtype}
+
+
+def test_the_interpreter_refuses_bfloat16(monkeypatch):
+    """bfloat16 through the interpreter's dot is silently wrong, so it is refused by name."""
+    monkeypatch.setattr(target, "INTERPRETED", True)
+    monkeypatch.setattr(target, "HAS_TRITON", True)
+    assert "use float16" in target.triton_ready(torch.device("cpu"), torch.bfloat16)
+
+
+@lanes()
+def test_no_double_backward(lane):
+    """A second derivative is refused by name instead of being zero or wrong."""
+    q, k, v = three(lane)
+    (dq,) = torch.autograd.grad(flash_attn(q, k, v, impl=lane.impl).sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="no double backward"):
+        torch.autograd.grad(dq.sum(), k)
+
+
+@lanes()
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+def test_checkpointing(lane, reentrant, dropout_p):
+    """Row 108: both kinds of checkpointing give the gradients of the plain call, dropout's bits included."""
+    x = lane.randn(40, 3, 2, 16).requires_grad_()
+    cu = torch.tensor([0, 15, 40], dtype=torch.int32, device=lane.device)
+
+    def block(x):
+        q, k, v = x.unbind(1)
+        return flash_attn_varlen(q, k, v, cu, cu, 25, 25, causal=True, dropout_p=dropout_p, impl=lane.impl)
+
+    torch.manual_seed(1)
+    out = block(x)
+    do = lane.randn(*out.shape, seed=2)
+    (right,) = torch.autograd.grad(out, x, do)
+    torch.manual_seed(1)
+    again = checkpoint(block, x, use_reentrant=reentrant)
+    assert torch.equal(again, out)
+    again.backward(do)
+    assert torch.equal(x.grad, right)
+
+
+def alive():
+    """Bytes of tensors on the device, or tensors in this process: what a leak makes grow."""
+    if torch.cuda.is_available():
+        return torch.cuda.memory_allocated()
+    return sum(1 for x in gc.get_objects() if issubclass(type(x), torch.Tensor))
+
+
+@lanes()
+def test_checkpointed_last_op_does_not_leak(lane):
+    """Row 109: attention as the last operation of a checkpointed region leaves nothing behind."""
+    leaves = three(lane)
+    sizes = []
+    for _ in range(4):
+        checkpoint(lambda *a: flash_attn(*a, impl=lane.impl), *leaves, use_reentrant=False).sum().backward()
+        gc.collect()
+        sizes.append(alive())
+    assert sizes[1] == sizes[-1], sizes
+
+
+@lanes()
+def test_dropped_results_free_their_memory(lane):
+    """Row 104: saved tensors die with the result when backward never runs, without a garbage collection."""
+    q, k, v = three(lane)
+    gc.collect()
+    gc.disable()
+    try:
+        before = alive()
+        for _ in range(5):
+            out, lse = flash_attn(q, k, v, return_lse=True, impl=lane.impl)
+            watched = weakref.ref(out.grad_fn)
+        assert watched() is not None
+        del out, lse
+        assert watched() is None, "something keeps the graph alive"
+        assert alive() == before
+    finally:
+        gc.enable()
+
+
+@lanes()
+def test_saved_tensors_are_freed_by_backward(lane):
+    """After backward the graph holds nothing, even while the output is alive; a second backward says so."""
+    q, k, v = three(lane)
+    out = flash_attn(q, k, v, impl=lane.impl)
+    loss = out.sum()
+    loss.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+@lanes()
+def test_saved_tensors_modified_in_place_are_noticed(lane):
+    q, k, v = three(lane)
+    out = flash_attn(q, k, v, impl=lane.impl)
+    with torch.no_grad():
+        k.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+@lanes()
+def test_forward_mode_is_refused(lane):
+    """Forward-mode differentiation is an error, not a tangent of zero."""
+    q, k, v = three(lane)
+    with fwad.dual_level(), pytest.raises(RuntimeError, match="forward mode|forward-mode|forward AD|jvp"):
+        flash_attn(fwad.make_dual(q.detach(), torch.ones_like(q)), k, v, impl=lane.impl)
+
+
+@lanes()
+@pytest.mark.parametrize("default", [True, False])
+def test_deterministic_default(lane, default, monkeypatch):
+    """deterministic=None follows torch.are_deterministic_algorithms_enabled(); an explicit choice does not."""
+    seen = []
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: default)
+    q, k, v = three(lane)
+    operator = torch.ops.flashtri.fwd
+    names = [a.name for a in operator.default._schema.arguments]
+
+    class Spy:
+        def fwd(self, *arguments):
+            seen.append(arguments[names.index("deterministic")])
+            return operator(*arguments)
+
+    monkeypatch.setattr(torch.ops, "flashtri", Spy())
+    flash_attn(q, k, v, impl=lane.impl)
+    flash_attn(q, k, v, impl=lane.impl, deterministic=not default)
+    assert seen == [default, not default]
+
+
+@lanes()
+@pytest.mark.parametrize("name", ["causal", "gqa", "packed_tail", "bias_shared_by_heads", "sink", "seqused", "mask"])
+def test_opcheck(lane, name):
+    """Rows 92, 93, 114: schema, fake kernel (shapes, strides, dtypes) and autograd registration of both operators."""
+    given = lane.inputs(CASES[name])
+    problem, extras = problem_of(given)
+    t = given.tensors
+    numbers = (
+        *given.case.longest, problem.softmax_scale, problem.causal, problem.window_left, problem.window_right,
+        problem.softcap, problem.dropout_p, False, lane.impl,
+    )  # fmt: skip
+    leaves = [x.detach().requires_grad_() for x in (t["q"], t["k"], t["v"])]
+    if name == "gqa":  # memory order follows each input on its own
+        leaves[0] = leaves[0].detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
+    torch.library.opcheck(torch.ops.flashtri.fwd.default, (*leaves, *extras, *numbers, True))
+    q, k, v = (x.detach() for x in leaves)
+    out, lse, _ = torch.ops.flashtri.fwd(q, k, v, *extras, *numbers, False)
+    do, dlse = given.do.contiguous(), given.dlse
+    flags = (True, True, "learnable_sink" in t, "attn_bias" in t)
+    torch.library.opcheck(
+        torch.ops.flashtri.bwd.default, (do, dlse, q, k, v, out, lse, *extras, *numbers, *flags),
+        test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
+    )  # fmt: skip
+
+
+def test_schema_is_stable():
+    """Exported programs hold these schemas: a change is a break, and belongs into the changelog."""
+    features = (
+        "Tensor? alibi_slopes, Tensor? learnable_sink, Tensor? attn_bias, Tensor? attn_mask, Tensor? cu_seqlens_q, "
+        "Tensor? cu_seqlens_k, Tensor? seqused_k, Tensor? rng, SymInt max_seqlen_q, SymInt max_seqlen_k, "
+        "float softmax_scale, bool causal, int window_left, int window_right, float softcap, float dropout_p, "
+        "bool deterministic, str impl"
+    )
+    assert str(torch.ops.flashtri.fwd.default._schema) == (
+        f"flashtri::fwd(Tensor q, Tensor k, Tensor v, {features}, bool return_max) -> (Tensor, Tensor, Tensor)"
+    )
+    assert str(torch.ops.flashtri.bwd.default._schema) == (
+        f"flashtri::bwd(Tensor do, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {features}, "
+        "bool need_dq, bool need_dkv, bool need_dsink, bool need_dbias) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    )
