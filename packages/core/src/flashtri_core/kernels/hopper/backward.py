@@ -46,8 +46,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..schedule import dense_tile, packed_tile, span_of
-from .common import named_barrier_wait, reinterpret, tma_load, tma_store
+from .common import named_barrier_wait, tma_load, tma_store
 from .forward import barriers, clear_rows
+
+_SharedMemory = gl.shared_memory_descriptor  # a method that lost its underscore after Triton 3.6
+reinterpret = _SharedMemory.reinterpret if hasattr(_SharedMemory, "reinterpret") else _SharedMemory._reinterpret
 
 CLEARED = gl.constexpr(8)  # named barrier: both warpgroups have cleared their share of foreign rows
 BLOCK_N = gl.constexpr(128)  # keys per thread block
@@ -122,6 +125,14 @@ class Tile(NamedTuple):
 
 
 # ---------------------------------------------------------------------------------------------------------- schedule
+@gluon.jit
+def opaque_zero():
+    """0 that ptxas cannot see through, to keep it from hoisting what depends on it out of a loop and spilling it there."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, 0;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
 @gluon.jit
 def locate(sizes, CU_Q, CU_K, USED_K, variant, args, C: gl.constexpr):
     """Which keys this thread block owns, and the blocks of query rows that it walks over (in units of BLOCK_M rows)."""
@@ -221,14 +232,6 @@ def producer(
 
 # ------------------------------------------------------------------------------------------------------------- step
 @gluon.jit
-def opaque_zero():
-    """0 that ptxas cannot see through: else it hoists the descriptors of K and V out of the loop and spills them."""
-    return gl.inline_asm_elementwise(
-        "mov.b32 $0, 0;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
 def issue_dq(tiles, buffer, zero, WG: gl.constexpr, DQ_LAYOUT: gl.constexpr, C: gl.constexpr):
     """Issue this warpgroup's half of dQ = dS K [64, 64] over all 128 keys of the tile."""
     acc = gl.zeros([HALF, HALF], gl.float32, DQ_LAYOUT)
@@ -284,7 +287,7 @@ def step(
     q_stage, q_phase = ring(count, C.q_stages)
     do_stage, do_phase = ring(count, C.do_stages)
     buffer, ds_phase = ring(count, 2)
-    zero = opaque_zero()
+    zero = opaque_zero()  # K's and V's operand descriptors are built anew in every step
     k = tiles.k.index(WG + zero).reshape([HALF, C.d])
     v = tiles.v.index(WG + zero).reshape([HALF, C.d])
     q = tiles.q.index(q_stage).reshape([BLOCK_M, C.d])

@@ -104,7 +104,7 @@ def producer(
 ):  # fmt: skip
     """Loads Q and dO once and streams K and V, the last block first."""
     z, h, start_m, q_row0, k_row0, Nq, Nk = locate(sizes, CU_Q, CU_K, USED_K, C)
-    first, _lo, _hi, last = key_blocks(start_m, Nq, Nk, variant, args, C)
+    first, _lo, _hi, last = key_blocks(start_m, C.block_m, Nq, Nk, variant, args, C)
     zb = 0 if C.packed else z  # packed tensors have no batch axis
     hk = h // sizes.heads_per_key
     mbarrier.expect(bars.q_full.index(0), 4 * HALF * C.d * 2)
@@ -189,7 +189,7 @@ def consumer(
     DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.d, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, DQ_LAYOUT, 2)
     z, h, start_m, q_row0, k_row0, Nq, Nk = locate(sizes, CU_Q, CU_K, USED_K, C)
-    first, free_lo, free_hi, last = key_blocks(start_m, Nq, Nk, variant, args, C)
+    first, free_lo, free_hi, last = key_blocks(start_m, C.block_m, Nq, Nk, variant, args, C)
     row0 = start_m + WG * HALF
     row = row0 + gl.arange(0, HALF, layout=gl.SliceLayout(1, S_LAYOUT))
     # statistics come in blocks of stat_rows rows, numbered as the dK, dV kernel numbers them; a padded row reads +inf

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...problem import Extras, Problem
 from ...target import target_of
@@ -15,7 +17,7 @@ from . import launch_forward
 from .backward import attn_bwd_hopper
 from .backward_ends import attn_bwd_after_kernel, attn_bwd_before_kernel
 from .backward_split import attn_bwd_dq_hopper
-from .common import Block, Constants, Launch, View, for_triton, tma_reason, view
+from .common import Block, Constants, Launch, four_axes, tma_reason
 
 BLOCK_N = 128  # keys per thread block of the fused kernel
 
@@ -201,7 +203,7 @@ def plan(problem: Problem, deterministic: bool, config: BackwardConfig | None = 
 # --------------------------------------------------------------------------------------------------------- arguments
 def _strides(x: Tensor) -> tuple[int, int, int]:
     """(batch, head, row) strides in elements; packed tensors have no batch axis."""
-    return view(x).strides[:3]
+    return four_axes(x)[1][:3]
 
 
 def _lse_strides(lse: Tensor) -> tuple[int, int]:
@@ -237,13 +239,13 @@ def fused_arguments(
     c = p.config
     variant, args, unit_log2 = assemble(problem, extras)
     rows, keys, stat = (1, 1, c.block_m, c.d), (1, 1, 64, c.d), (c.block_m,)
-    lse_log2, delta = (View(x, (x.shape[0],), (1,)) for x in (stats[0], stats[1]))
-    dkv, dvv = view(dk), view(dv)
-    stored = (dk, dv, dkv.strides[:3], dvv.strides[:3]) if c.packed else (None, None, (), ())
+    blocks = [Block(x, *four_axes(x), box) for x, box in ((q, rows), (do, rows), (k, keys), (v, keys))]
+    blocks += [Block(x, (x.shape[0],), (1,), stat) for x in (stats[0], stats[1])]
+    blocks += [Block(x, *four_axes(x), keys) for x in (dk, dv)]
+    stored = (dk, dv, _strides(dk), _strides(dv)) if c.packed else (None, None, (), ())
     return (
-        Block(view(q), rows), Block(view(do), rows), Block(view(k), keys), Block(view(v), keys), Block(lse_log2, stat),
-        Block(delta, stat), Block(dkv, keys), Block(dvv, keys), *stored, acc, extras.cu_seqlens_q, extras.cu_seqlens_k,
-        extras.seqused_k, variant, args, unit_log2, problem.softmax_scale, *p.sizes, p.constants,
+        *blocks, *stored, acc, extras.cu_seqlens_q, extras.cu_seqlens_k, extras.seqused_k, variant, args, unit_log2,
+        problem.softmax_scale, *p.sizes, p.constants,
     )  # fmt: skip
 
 
@@ -254,17 +256,28 @@ def dq_arguments(
     c = p.dq_config
     variant, args, unit_log2 = assemble(problem, extras)
     rows, keys = (1, 1, 64, c.d), (1, 1, c.block_n, c.d)
-    dqv = view(dq)
-    stored = (dq, dqv.strides[:3]) if c.packed else (None, ())
+    blocks = [Block(x, *four_axes(x), box) for x, box in ((q, rows), (do, rows), (k, keys), (v, keys), (dq, rows))]
+    stored = (dq, _strides(dq)) if c.packed else (None, ())
     return (
-        Block(view(q), rows), Block(view(do), rows), Block(view(k), keys), Block(view(v), keys), Block(dqv, rows), *stored,
-        stats[0], stats[1], extras.cu_seqlens_q, extras.cu_seqlens_k, extras.seqused_k, variant, args, unit_log2,
-        problem.softmax_scale, *p.dq_sizes, p.dq_constants,
+        *blocks, *stored, stats[0], stats[1], extras.cu_seqlens_q, extras.cu_seqlens_k, extras.seqused_k, variant, args,
+        unit_log2, problem.softmax_scale, *p.dq_sizes, p.dq_constants,
     )  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------------------- launch
-_launches: dict[tuple[Any, ...], Launch] = {}
+_launches: dict[tuple[Any, ...], Any] = {}
+
+
+def for_triton(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments with every :class:`.Block` as the descriptor object that Triton knows; the statistics' are fp32."""
+    return tuple(_descriptor(arg) if type(arg) is Block else arg for arg in arguments)
+
+
+def _descriptor(block: Block) -> TensorDescriptor:
+    if block.tensor.dtype != torch.float32:
+        return block.for_triton()
+    layout = gl.NVMMASharedLayout.get_default_for(list(block.box), gl.float32)
+    return TensorDescriptor(block.tensor, list(block.shape), list(block.strides), list(block.box), layout)
 
 
 def _specialised(arg: Any) -> Any:
@@ -272,7 +285,7 @@ def _specialised(arg: Any) -> Any:
     if isinstance(arg, Tensor):
         return arg.dtype, arg.data_ptr() & 15 == 0
     if type(arg) is Block:
-        return arg.view.tensor.dtype, arg.box
+        return arg.tensor.dtype, arg.box
     if isinstance(arg, tuple):
         return tuple(map(_specialised, arg))
     return float if type(arg) is float else arg
@@ -285,9 +298,12 @@ def _launch(kernel: Any, grid: int, arguments: tuple[Any, ...], device: torch.de
         if len(_launches) >= _PLAN_LIMIT:
             _launches.clear()
         compiled = kernel[(grid,)](*for_triton(arguments), num_warps=4)
-        _launches[key] = Launch(compiled)
-    else:
-        launch(grid, device.index, arguments)
+        has_blocks = any(type(arg) is Block for arg in arguments)
+        _launches[key] = Launch(compiled) if has_blocks else compiled
+    elif type(launch) is not Launch:
+        launch[(grid, 1, 1)](*arguments)
+    elif not launch.run(grid, device.index, launch.flatten(arguments)):
+        launch.compiled[(grid, 1, 1)](*for_triton(arguments))
 
 
 def backward(
