@@ -487,10 +487,11 @@ class TestModule:
         assert torch.equal(layer(x), other(x))
 
     def test_slopes_stay_fp32(self) -> None:
-        layer = FlashSelfAttention(E, 3, alibi=True).bfloat16()
-        assert layer.qkv_proj.weight.dtype == torch.bfloat16
-        assert torch.equal(layer.alibi_slopes, standard_alibi_slopes(3))
-        assert torch.equal(layer.to("cpu", torch.float64).alibi_slopes, standard_alibi_slopes(3))
+        layer = FlashSelfAttention(E, 12, alibi=True)  # Among them 2^-0.5, which bf16 would round.
+        for converted in (layer.bfloat16(), layer.to("cpu", torch.float64)):
+            assert layer.qkv_proj.weight.dtype != torch.float32
+            assert converted.alibi_slopes.dtype == torch.float32
+            assert torch.equal(converted.alibi_slopes, standard_alibi_slopes(12))
 
     def test_meta_device(self) -> None:
         layer = FlashSelfAttention(E, 4, alibi=[1.0, 2.0, 3.0, 4.0], sink=True, device="meta")
