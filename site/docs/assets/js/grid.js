@@ -55,6 +55,17 @@ class TileGrid {
     this.machine.slots.forEach((slot, sm) => slot && slot.done <= slot.program.tiles.length && map.set(slot.program.block, sm));
     return map;
   }
+  /** The scheme's colours, read from the style sheet once per scheme. */
+  colours() {
+    const scheme = document.body.dataset.mdColorScheme;
+    if (this.scheme !== scheme) {
+      this.scheme = scheme;
+      const style = getComputedStyle(this.canvas);
+      const names = { now: "now", waiting: "waiting", done: "done", edge: "edge", skip: "skip", sm: "sm", smText: "sm-text", text: "text", pick: "pick" };
+      this.paint = Object.fromEntries(Object.entries(names).map(([key, name]) => [key, style.getPropertyValue(`--tile-${name}`).trim()]));
+    }
+    return this.paint;
+  }
   draw() {
     if (!this.state) return;
     const { canvas, context: g, rows, cols } = this;
@@ -68,47 +79,47 @@ class TileGrid {
       canvas.height = Math.round(height * ratio);
       canvas.style.height = `${height}px`;
     }
-    const style = getComputedStyle(canvas);
-    const colour = (name) => style.getPropertyValue(name).trim();
-    const paint = { now: colour("--tile-now"), waiting: colour("--tile-waiting"), done: colour("--tile-done"), edge: colour("--tile-edge"), skip: colour("--tile-skip"), sm: colour("--tile-sm"), smText: colour("--tile-sm-text"), text: colour("--tile-text"), pick: colour("--tile-pick") };
+    const paint = this.colours();
     g.setTransform(ratio, 0, 0, ratio, 0, 0);
     g.clearRect(0, 0, size, height);
     const x0 = alongQ ? gutter : 0, y0 = alongQ ? 0 : gutter;
     const w = (size - x0) / cols, h = (height - y0) / rows;
     const gap = Math.max(0.5, Math.min(2, Math.min(w, h) * 0.09));
     this.offset = { x0, y0, w, h };
+    // one path per kind of tile: a thousand separate paths would not fit into a frame
+    const dot = Math.max(1.4, Math.min(w, h) * 0.12), outline = new Path2D();
+    const lines = { plain: new Path2D(), now: new Path2D() };
     for (let r = 0; r < rows; r++) {
       for (let c = 0; c < cols; c++) {
         const index = r * cols + c, kind = this.state[index];
         const x = x0 + c * w + gap / 2, y = y0 + r * h + gap / 2, tw = w - gap, th = h - gap;
         if (kind === NEVER) {
           g.fillStyle = paint.skip;
-          g.beginPath();
-          g.arc(x + tw / 2, y + th / 2, Math.max(0.7, Math.min(tw, th) * 0.07), 0, 7);
-          g.fill();
-          continue;
-        }
-        if (kind === NOW) {
+          g.fillRect(x + (tw - dot) / 2, y + (th - dot) / 2, dot, dot);
+        } else if (kind === NOW) {
           g.fillStyle = paint.now;
           g.fillRect(x - gap / 2, y - gap / 2, w, h);
         } else if (kind === WAITING) {
           g.fillStyle = paint.waiting;
           g.fillRect(x, y, tw, th);
         } else {
-          g.strokeStyle = paint.done;
-          g.lineWidth = 1;
-          g.strokeRect(x + 0.5, y + 0.5, tw - 1, th - 1);
+          outline.rect(x + 0.5, y + 0.5, tw - 1, th - 1);
         }
-        if (this.masked[index]) {
-          g.strokeStyle = kind === NOW ? paint.smText : paint.edge;
-          g.lineWidth = Math.max(1, Math.min(2, Math.min(tw, th) * 0.1));
-          g.beginPath();
-          g.moveTo(x + 1, y + 1);
-          g.lineTo(x + tw - 1, y + th - 1);
-          g.stroke();
+        if (this.masked[index] && kind !== NEVER) {
+          const path = kind === NOW ? lines.now : lines.plain;
+          path.moveTo(x + 1, y + 1);
+          path.lineTo(x + tw - 1, y + th - 1);
         }
       }
     }
+    g.lineWidth = 1;
+    g.strokeStyle = paint.done;
+    g.stroke(outline);
+    g.lineWidth = Math.max(1, Math.min(2, Math.min(w, h) * 0.1));
+    g.strokeStyle = paint.edge;
+    g.stroke(lines.plain);
+    g.strokeStyle = paint.smText;
+    g.stroke(lines.now);
     if (this.labels) this.drawGutter(g, paint, x0, y0, w, h, gutter);
   }
   drawGutter(g, paint, x0, y0, w, h, gutter) {
