@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import dispatch, ops  # noqa: F401  (ops registers the operators)
+from . import dispatch, ops
 from .dispatch import IMPLS, Support
 from .problem import Extras, describe
 from .variants import alibi, attn_bias, dropout, sink, softcap, window
@@ -369,7 +369,7 @@ def _call(
         extras = extras._replace(rng=dropout.draw(q.device))
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    out, lse, row_max = torch.ops.flashtri.fwd(
+    out, lse, row_max = ops.attention(
         _unit_last(q), _unit_last(k), _unit_last(v), *extras, max_q, max_k, *numbers, dropout_p, deterministic, impl,
         return_max_logits,
     )  # fmt: skip

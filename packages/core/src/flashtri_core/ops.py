@@ -144,20 +144,62 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
     ctx.options = rest[_N_EXTRAS:-1]
 
 
-def _fwd_backward(ctx: Any, do: Tensor | None, dlse: Tensor | None, _row_max: Tensor | None) -> tuple[Any, ...]:
+def _gradients(bwd: Any, ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+    """Gradients for all inputs of the forward, by the backward operator or by the function behind it."""
     q, k, v, out, lse, *extras = ctx.saved_tensors
     none = (None,) * (len(ctx.options) + 1)
     if do is None and dlse is None:
-        return (None,) * 3 + (None,) * _N_EXTRAS + none
+        return (None,) * (3 + _N_EXTRAS) + none
     do = torch.zeros_like(out) if do is None else do
     need = ctx.needs_input_grad
     need_sink, need_bias = need[4] and extras[1] is not None, need[5] and extras[2] is not None
-    dq, dk, dv, dsink, dbias = torch.ops.flashtri.bwd(
+    dq, dk, dv, dsink, dbias = bwd(
         do, dlse, q, k, v, out, lse, *extras, *ctx.options, need[0], need[1] or need[2], need_sink, need_bias
     )
     grads: list[Any] = [None] * _N_EXTRAS
     grads[1], grads[2] = dsink if need_sink else None, dbias if need_bias else None
     return dq if need[0] else None, dk if need[1] else None, dv if need[2] else None, *grads, *none
+
+
+def _fwd_backward(ctx: Any, do: Tensor | None, dlse: Tensor | None, _row_max: Tensor | None) -> tuple[Any, ...]:
+    return _gradients(torch.ops.flashtri.bwd, ctx, do, dlse)
+
+
+class _Eager(torch.autograd.Function):
+    """The same without the dispatcher, which costs more than a small attention itself."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        output = _fwd(*inputs)
+        _save(ctx, inputs, output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None, _row_max: Tensor | None) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():  # create_graph=True: a second derivative would be asked of these gradients
+            return _gradients(torch.ops.flashtri.bwd, ctx, do, dlse)
+        return _gradients(_bwd, ctx, do, dlse)
+
+
+def attention(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, lse, row_max) of the forward operator's arguments, by the shortest road.
+
+    Plain tensors in eager mode go to the launcher directly. Whatever looks into operators (torch.compile, export, fake
+    tensors, subclasses, dispatch modes, functorch, tracing) gets the operator.
+    """
+    q, k, v = inputs[:3]
+    if (
+        torch.compiler.is_compiling()
+        or not type(q) is type(k) is type(v) is Tensor
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._get_tracing_state() is not None
+        or q.device.type not in ("cuda", "cpu")
+    ):
+        return torch.ops.flashtri.fwd(*inputs)  # type: ignore[no-any-return]
+    if torch.is_grad_enabled() and any([x is not None and x.requires_grad for x in inputs[: 3 + _N_EXTRAS]]):
+        return _Eager.apply(*inputs)  # type: ignore[no-any-return, no-untyped-call]
+    return _fwd(*inputs)
 
 
 def _no_double_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:

@@ -43,19 +43,18 @@ def attn_bwd_delta_kernel(
 
 @jit
 def p_and_ds(
-    s_dot, dp_dot, lse_log2, delta, z, h, i, j, Nq, Nk, variant, args, mask, unit_log2,
+    s_dot, dp_dot, lse_log2, delta, z, h, start_m, start_n, i, j, Nq, Nk, variant, args, mask, unit_log2,
     EDGE: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
     """From the products QK^T and dO V^T to (p for dV, dS, dqk), tile by tile; dqk still lacks softmax_scale.
 
-    It works on either orientation, [BLOCK_M, BLOCK_N] or its transpose: i, lse and delta follow the query axis, j the
-    key axis, by broadcasting.
+    All tiles are [BLOCK_M, BLOCK_N]; lse and delta are columns.
     """
     raw = variant.score(s_dot, args.score)
     s = masked_scores(raw, z, h, i, j, Nq, Nk, variant, args, mask, EDGE, HAS_MASK)
     p = p_from_lse(s, lse_log2, unit_log2)
-    ds = ds_from_p(p, variant.drop(dp_dot, z, h, i, j, args.drop), delta)
-    return variant.drop(p, z, h, i, j, args.drop), ds, variant.score_grad(ds, raw, args.score)
+    ds = ds_from_p(p, variant.drop(dp_dot, z, h, start_m, start_n, args.drop), delta)
+    return variant.drop(p, z, h, start_m, start_n, args.drop), ds, variant.score_grad(ds, raw, args.score)
 
 
 # --8<-- [start:bwd-dkdv]
@@ -106,7 +105,7 @@ def attn_bwd_dkdv_kernel(
                     delta = tl.load(DELTA + row_base + offs_m, mask=offs_m < Nq, other=0.0)
                     p, ds, dqk = p_and_ds(
                         tl.dot(q, tl.trans(k)), tl.dot(do, tl.trans(v)), pivot_of(lse)[:, None], delta[:, None],
-                        z, h, offs_m[:, None], offs_n[None, :], Nq, Nk, variant, args, mask, unit_log2, span != 1,
+                        z, h, start_m, start_n, offs_m[:, None], offs_n[None, :], Nq, Nk, variant, args, mask, unit_log2, span != 1,
                         HAS_MASK,
                     )  # fmt: skip
                     dv = tl.dot(tl.trans(p.to(do.dtype)), do, dv)
@@ -163,7 +162,7 @@ def attn_bwd_dq_kernel(
                 v = load_rows(v_base, stride_v, start_n, Nk, HEAD_DIM_V, BLOCK_N, BLOCK_DV, span != 1)
                 p, ds, dqk = p_and_ds(
                     tl.dot(q, tl.trans(k)), tl.dot(do, tl.trans(v)), lse_log2[:, None], delta[:, None],
-                    z, h, offs_m[:, None], offs_n[None, :], Nq, Nk,
+                    z, h, start_m, start_n, offs_m[:, None], offs_n[None, :], Nq, Nk,
                     variant, args, mask, unit_log2, span != 1, HAS_MASK,
                 )  # fmt: skip
                 dq = tl.dot(dqk.to(k.dtype), k, dq)
@@ -222,7 +221,7 @@ def attn_bwd_dbias_kernel(
                         delta = tl.load(DELTA + row_base + offs_m, mask=offs_m < nq, other=0.0)
                         p, ds, dqk = p_and_ds(
                             tl.dot(q, tl.trans(k)), tl.dot(do, tl.trans(v)), pivot_of(lse)[:, None], delta[:, None],
-                            z, h, offs_m[:, None], offs_n[None, :], nq, nk,
+                            z, h, start_m, start_n, offs_m[:, None], offs_n[None, :], nq, nk,
                             variant, args, mask, unit_log2, True, HAS_MASK,
                         )  # fmt: skip
                         db += ds

@@ -74,7 +74,7 @@ def attn_fwd_kernel(
                 i, j = offs_m[:, None], offs_n[None, :]
                 s = masked_scores(s, z, h, i, j, Nq, Nk, variant, args, mask, span != 1, HAS_MASK)
                 acc, m_i, l_i, p = online_softmax_step(acc, m_i, l_i, s, unit_log2)
-                p = variant.drop(p, z, h, i, j, args.drop)
+                p = variant.drop(p, z, h, start_m, start_n, args.drop)
                 v = load_rows(v_base, stride_v, start_n, Nk, HEAD_DIM_V, BLOCK_N, BLOCK_DV, span != 1)  # [BLOCK_N, BLOCK_DV]
                 acc = tl.dot(p.to(v.dtype), v, acc)
 

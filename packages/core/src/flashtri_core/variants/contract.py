@@ -18,7 +18,8 @@ Index tiles: ``i`` query rows [BLOCK_M, 1] and ``j`` keys [1, BLOCK_N], int32, c
 ``alibi``       ``(s, z, h, i, j, Nq, Nk, args) -> s`` plus an additive term without gradient of its own
 ``bias``        the same, for the user's additive bias (its gradient has its own kernel); one more argument, EDGE, says
                 whether the tile may reach past Nk
-``drop``        ``(p, z, h, i, j, args) -> p``: dropped entries 0, kept ones divided by the keep probability
+``drop``        ``(p, z, h, start_m, start_n, args) -> p`` [BLOCK_M, BLOCK_N]: dropped entries 0, kept ones divided by the
+                keep probability
 =============  ==================================================================================================
 """
 
@@ -65,6 +66,6 @@ def no_bias(s, z, h, i, j, Nq, Nk, args, EDGE: tl.constexpr):
 
 
 @jit
-def no_drop(p, z, h, i, j, args):
+def no_drop(p, z, h, start_m, start_n, args):
     """Probability axis when unused: the probabilities themselves."""
     return p

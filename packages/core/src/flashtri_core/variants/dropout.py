@@ -19,29 +19,33 @@ LEVELS = 256  # one byte per score
 
 
 @jit
-def keep_tile(z, h, i, j, args):
+def keep_tile(z, h, start_m, start_n, args, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """bool [BLOCK_M, BLOCK_N]. args = (rng, kept levels of 256, 1 / keep probability); rng = int64 (seed, offset).
 
     Sixteen scores share a counter: rows i and i + 8, keys j, j + 1 and j + 8, 16, 24. Those are the entries that a
-    tensor-core accumulator gives to one thread, so the compiler computes each Philox word once.
+    tensor-core accumulator gives to one thread, and their counters are equal before the tile's start is added: the
+    compiler computes each Philox call once for the sixteen.
     """
     seed = tl.load(args[0])
     offset = tl.load(args[0] + 1)
-    row = (i >> 4) * 8 + (i & 7)
-    col = (j >> 5) * 4 + ((j >> 1) & 3)
+    i = tl.arange(0, BLOCK_M)[:, None]
+    j = tl.arange(0, BLOCK_N)[None, :]
+    row = start_m // 16 * 8 + ((i >> 4) * 8 + (i & 7))
+    col = start_n // 32 * 4 + ((j >> 5) * 4 + ((j >> 1) & 3))
     zero = row * 0 + col * 0
     head = zero + h
     batch = zero + (z + offset.to(tl.int32))
-    row, col = (zero + row).to(tl.uint32), (zero + col).to(tl.uint32)
-    w0, w1, w2, w3 = tl.philox(seed, row, col, head.to(tl.uint32), batch.to(tl.uint32))
+    w0, w1, w2, w3 = tl.philox(
+        seed, (zero + row).to(tl.uint32), (zero + col).to(tl.uint32), head.to(tl.uint32), batch.to(tl.uint32)
+    )
     word = tl.where((j & 8) == 0, tl.where((j & 16) == 0, w0, w2), tl.where((j & 16) == 0, w1, w3))
     byte = (word >> ((i & 8) + (j & 1) * 16).to(tl.uint32)) & 255
     return byte.to(tl.int32) < args[1]
 
 
 @jit
-def drop(p, z, h, i, j, args):
-    return tl.where(keep_tile(z, h, i, j, args), p * args[2], 0.0)
+def drop(p, z, h, start_m, start_n, args):
+    return tl.where(keep_tile(z, h, start_m, start_n, args, p.shape[0], p.shape[1]), p * args[2], 0.0)
 
 
 def levels(dropout_p: float) -> int:
