@@ -1,0 +1,199 @@
+"""The ends of every range: no rows, few rows, huge scores, hidden rows, odd memory."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from flashtri_core import flash_attn
+from flashtri_core.testing import cases
+from flashtri_core.testing.cases import Case, laid_out
+from flashtri_core.testing.plugin import GPU_BFLOAT, GPU_HALF, INTERPRETER, REFERENCE, lanes
+
+INF = float("inf")
+
+
+@lanes()
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("batch", "nq", "nk"), [(0, 9, 4), (1, 9, 0), (1, 0, 9), (0, 0, 0)])
+def test_empty(lane, batch, nq, nk, causal, poisoned):
+    """Rows 30, 31: no batch, no keys, no queries: forward and backward, no error."""
+    q = lane.randn(batch, 4, nq, 16).requires_grad_()
+    k, v = (lane.randn(batch, 2, nk, 16, seed=s).requires_grad_() for s in (1, 2))
+    out, lse, most = flash_attn(q, k, v, causal=causal, return_lse=True, return_max_logits=True, impl=lane.impl)
+    assert (out.shape, lse.shape, most.shape) == ((batch, 4, nq, 16), (batch, 4, nq), (4,))
+    grads = torch.autograd.grad((out.sum(), lse.sum()), (q, k, v), (torch.ones_like(out.sum()),) * 2)
+    assert not out.any() and (lse == -INF).all()
+    assert [g.shape for g in grads] == [q.shape, k.shape, v.shape]
+    assert not any(g.any() for g in grads)
+
+
+@lanes()
+@pytest.mark.parametrize("n", [1, 2, 3, 7, 8, 9, 16, 17])
+def test_short(lane, n, poisoned):
+    """Row 28: lengths below the smallest tile of a dot; row 125: and below every config's tile."""
+    case = Case("short", heads=(1, 1), nq=n, nk=n, d=16, causal=n % 2 == 0)
+    lane.check(cases.inputs(case, lane.dtype, lane.device))
+
+
+@lanes()
+@pytest.mark.parametrize("causal", [False, True])
+def test_one_below_and_above_a_block(lane, causal):
+    """Row 26: the error of a length beside a block multiple is that of the multiple."""
+    block = 4096 if lane.device == "cuda" else 64
+    if lane.device == "cuda" and lane.dtype == torch.float16:
+        block = 2048
+    errors = []
+    for n in (block - 1, block, block + 1):
+        given = cases.inputs(Case("edge", heads=(1, 1), nq=n, nk=n, d=16, causal=causal), lane.dtype, lane.device)
+        got, right = lane.run(given), cases.exact(given)
+        errors.append(max((got[x] - right[x]).abs().max().item() for x in ("out", "dq", "dk", "dv")))
+    assert max(errors) <= 3 * min(errors) + 1e-12, errors
+
+
+@lanes()
+def test_a_hidden_row_does_not_spoil_shared_weights(lane):
+    """Row 37: rows that see nothing do not turn the gradient of a shared weight into NaN."""
+    torch.manual_seed(0)
+    linear = nn.Linear(16, 48).to(lane.device, lane.dtype)
+    x = lane.randn(1, 8, 16)
+
+    def gradient(impl, keep):
+        linear.zero_grad()
+        q, k, v = linear(x).unflatten(-1, (3, 1, 16)).unbind(2)
+        q, k, v = (t.transpose(1, 2) for t in (q[:, keep:] if keep else q, k[:, :4], v[:, :4]))
+        out = flash_attn(q, k, v, causal=True, impl=impl)
+        out[:, :, 4 - keep :].sum().backward()
+        return linear.weight.grad.clone()
+
+    whole, dropped = gradient(lane.impl, 0), gradient(lane.impl, 4)
+    assert whole.isfinite().all()
+    torch.testing.assert_close(whole, dropped, rtol=1e-2, atol=1e-2)
+
+
+@lanes()
+@pytest.mark.parametrize("scale", [0.0, -0.5, -0.0])
+def test_scales_that_are_not_positive(lane, scale):
+    """Row 40: a hidden score times zero or a negative number is not NaN; scale 0 gives the mean of the visible v."""
+    q, k, v = (lane.randn(1, 2, 64, 64, seed=s).requires_grad_() for s in range(3))
+    out = flash_attn(q, k, v, softmax_scale=scale, causal=True, impl=lane.impl)
+    if scale == 0:
+        mean = v.double().cumsum(2) / torch.arange(1, 65, device=v.device)[:, None]
+        torch.testing.assert_close(out.double(), mean, rtol=1e-2, atol=1e-2)
+    grads = torch.autograd.grad(out.sum(), (q, k, v))
+    assert all(g.isfinite().all() for g in (out, *grads))
+    given = cases.inputs(Case("scale", heads=(2, 2), nq=64, nk=64, d=64, scale=scale, causal=True), lane.dtype, lane.device)
+    lane.check(given)
+
+
+@lanes(REFERENCE, GPU_BFLOAT)
+def test_huge_equal_inputs(lane):
+    """Row 41: q = k = v = 133120: one key, so the output is v exactly."""
+    x = torch.full((1, 1, 1, 64), 133120.0, device=lane.device, dtype=torch.bfloat16).requires_grad_()
+    out = flash_attn(x, x, x, impl=lane.impl)
+    assert (out == 133120.0).all()
+    (grad,) = torch.autograd.grad(out.sum(), x)
+    assert not grad.isnan().any()
+
+
+@lanes()
+def test_all_scores_very_low(lane):
+    """Row 42: the running maximum has no finite floor: rows whose scores are all huge and negative are a mean."""
+    q = torch.full((1, 1, 64, 128), 48.0, device=lane.device, dtype=lane.dtype)
+    k, v = torch.full_like(q, -40.0), lane.randn(1, 1, 64, 128)
+    out, lse = flash_attn(q, k, v, return_lse=True, impl=lane.impl)
+    torch.testing.assert_close(out.double(), v.double().mean(2, keepdim=True).expand_as(out), rtol=1e-2, atol=2e-3)
+    right = -245760.0 * 128**-0.5 + torch.log(torch.tensor(64.0)).item()
+    torch.testing.assert_close(lse.double(), torch.full_like(lse.double(), right), rtol=2e-6, atol=0)
+
+
+@lanes()
+def test_minus_infinity_in_a_bias(lane, poisoned):
+    """A bias of -inf hides its key; a row of nothing else gives 0 and zero gradients, never NaN."""
+    given = lane.inputs(Case("inf", bias="hqk", nq=40, nk=50))
+    bias = given.tensors["attn_bias"]
+    bias[:, 3] = -INF
+    bias[:, :, 5:20] = -INF
+    got = lane.check(given)
+    assert (got["lse"][0, :, 3] == -INF).all() and not got["out"][0, :, 3].any()
+    assert not got["dk"][0, :, 5:20].any() and not got["dbias"][:, :, 5:20].any()
+
+
+@lanes(INTERPRETER, GPU_HALF, GPU_BFLOAT)
+@pytest.mark.parametrize("name", ["full", "causal", "gqa"])
+def test_outliers(lane, name):
+    """Row 44: within the error budget on inputs with 0.1 % of entries ten times as large, too."""
+    lane.check(lane.inputs(replace(cases.CASES[name], outliers=True)))
+
+
+@lanes()
+@pytest.mark.parametrize("nk", [33, 65, 97, 129, 34])
+def test_broadcast_heads_at_odd_lengths(lane, nk):
+    """Row 14: heads expanded with stride 0, key lengths one above a multiple of 32."""
+    q = lane.randn(1, 8 if lane.device == "cuda" else 2, 5, 64)
+    k, v = (lane.randn(1, 1, nk, 64, seed=s).expand(-1, q.shape[1], -1, -1) for s in (1, 2))
+    out = flash_attn(q, k, v, impl=lane.impl)
+    assert torch.equal(out, flash_attn(q, k.contiguous(), v.contiguous(), impl=lane.impl))
+
+
+@lanes()
+@pytest.mark.parametrize("layout", ["offset", "padded"])
+@pytest.mark.parametrize("which", ["inputs", "gradient"])
+def test_misaligned(lane, layout, which):
+    """Row 16: an address or a row stride that 16 bytes do not divide, for inputs and for dO."""
+    plain = [lane.randn(1, 2, 33, 64, seed=s) for s in range(4)]
+    odd = [laid_out(x, layout) if (s == 3) == (which == "gradient") else x for s, x in enumerate(plain)]
+
+    def results(q, k, v, do):
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = flash_attn(*leaves, causal=True, impl=lane.impl)
+        return out, *torch.autograd.grad(out, leaves, do)
+
+    for a, b in zip(results(*odd), results(*plain), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-3 if lane.dtype == torch.float16 else 1e-2)
+
+
+@lanes()
+def test_views_of_a_fused_projection(lane):
+    """Row 17: q, k, v split out of one packed projection, at storage offsets of their own, without a copy."""
+    n, h, d = 40, 2, 24
+    for odd in (0, 3):
+        buffer = lane.randn(1, n, 3 * h * d + odd)[..., odd:]
+        q, k, v = (x.unflatten(-1, (h, d)).transpose(1, 2) for x in buffer.split(h * d, -1))
+        assert q.data_ptr() == buffer.data_ptr() and not q.is_contiguous()
+        want = flash_attn(*(x.clone(memory_format=torch.contiguous_format) for x in (q, k, v)), impl=lane.impl)
+        torch.testing.assert_close(flash_attn(q, k, v, impl=lane.impl), want, rtol=0, atol=1e-2)
+
+
+@lanes()
+def test_transposed_gradient(lane):
+    """Row 11: the incoming gradient is a transposed view."""
+    leaves = [lane.randn(2, 40, 2, 16, seed=s).transpose(1, 2).requires_grad_() for s in range(3)]
+    g = lane.randn(2, 2, 40, 16, seed=5)
+    odd = torch.empty(2, 40, 2, 16, device=g.device, dtype=g.dtype).transpose(1, 2).copy_(g)
+    results = [torch.autograd.grad(flash_attn(*leaves, impl=lane.impl), leaves, x) for x in (g, odd)]
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+@lanes()
+def test_gradient_of_a_sum(lane):
+    """Row 12: sum().backward() sends one number expanded with strides 0."""
+    leaves = [lane.randn(1, 2, 5, 8, seed=s).requires_grad_() for s in range(3)]
+    y = flash_attn(*leaves, causal=True, impl=lane.impl)
+    by_sum = torch.autograd.grad(y.sum(), leaves, retain_graph=True)
+    by_ones = torch.autograd.grad(y, leaves, torch.ones_like(y))
+    for a, b in zip(by_sum, by_ones, strict=True):
+        assert torch.equal(a, b)
+
+
+@lanes()
+def test_inputs_are_left_alone(lane):
+    """Nothing is written into q, k, v, dO or the features' tensors."""
+    given = lane.inputs(cases.CASES["bias_shared_by_heads"])
+    before = {n: t.clone() for n, t in given.tensors.items()}
+    do = given.do.clone()
+    lane.run(given)
+    assert all(torch.equal(before[n], t) for n, t in given.tensors.items())
+    assert torch.equal(do, given.do)
