@@ -423,8 +423,9 @@ def test_benchmark_filters_and_charts(watch: Watch) -> None:
     assert {c for c in cases() if c.startswith("grid")} == {
         f"grid-d128-causal-n{n}" for n in (512, 1024, 2048, 4096, 8192, 16384)
     }
-    assert page.locator("#bench-charts figure").count() == 3
-    assert "eager, out of memory at" in page.inner_text("#bench-charts")
+    assert page.locator("#bench-charts figure").count() == 4
+    assert "2.0e-4" in page.inner_text("#bench-charts")
+    assert "out of memory at 16k" in page.inner_text("#bench-charts")
     page.select_option("[data-filter=d]", "64")
     page.select_option("[data-filter=mask]", "full")
     assert {c for c in cases() if c.startswith("grid")} == {

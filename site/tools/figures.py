@@ -18,8 +18,9 @@ from flashtri_core.variants import causal
 
 def _figure(width: int, height: int, body: str, alt: str, caption: str) -> str:
     return (
-        f'<figure class="ft-figure"><svg viewBox="0 0 {width} {height}" role="img" aria-label="{alt}" '
-        f'style="max-width:{width * 1.12:g}px">{body}</svg><figcaption>{caption}</figcaption></figure>'
+        f'<figure class="ft-figure"><div class="ft-drawing"><svg viewBox="0 0 {width} {height}" role="img" '
+        f'aria-label="{alt}" style="max-width:{width * 1.12:g}px;min-width:{min(width, 560)}px">{body}</svg></div>'
+        f"<figcaption>{caption}</figcaption></figure>"
     )
 
 

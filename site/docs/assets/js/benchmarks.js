@@ -47,15 +47,15 @@
     const caption = document.createElement("figcaption");
     caption.textContent = title;
     if (!points.length) return null;
-    const W = 340, H = 230, left = 44, right = 96, top = 14, bottom = 26;
+    const W = 400, H = 240, left = 58, right = 112, top = 14, bottom = 26;
     const ns = [...new Set(points.map((p) => p.n))].sort((a, b) => a - b);
     const ys = points.map((p) => p.y).filter((y) => y > 0);
     const low = logY ? Math.log(Math.min(...ys)) : 0, high = logY ? Math.log(Math.max(...ys)) : Math.max(...ys) * 1.05;
     const x = (n) => (ns.length < 2 ? (left + W - right) / 2 : left + ((W - left - right) * Math.log(n / ns[0])) / Math.log(ns[ns.length - 1] / ns[0]));
     const y = (v) => H - bottom - ((H - top - bottom) * ((logY ? Math.log(v) : v) - low)) / (high - low || 1);
     const node = svg("svg", { viewBox: `0 0 ${W} ${H}`, role: "img", "aria-label": `${title}. The same figures are in the table below.` });
-    for (let t = 0; t <= 4; t++) {
-      const value = logY ? Math.exp(low + ((high - low) * t) / 4) : (high * t) / 4;
+    const powers = Array.from({ length: 26 }, (_, t) => 4 ** t).filter((v) => v >= Math.exp(low) * 0.99 && v <= Math.exp(high) * 1.01);
+    for (const value of logY ? powers : [0, 1, 2, 3, 4].map((t) => (high * t) / 4)) {
       node.append(svg("line", { x1: left, x2: W - right, y1: y(value), y2: y(value), class: "thin" }), svg("text", { x: left - 6, y: y(value) + 4, "text-anchor": "end" }, format(value)));
     }
     ns.forEach((n, i) => (ns.length < 8 || i % 2 === 0) && node.append(svg("text", { x: x(n), y: H - 8, "text-anchor": "middle" }, tokens(n))));
@@ -68,13 +68,36 @@
       for (const p of drawn) node.append(svg("circle", { cx: x(p.n), cy: y(p.y), r: 2.4, fill: style(impl).stroke }));
       const last = drawn[drawn.length - 1];
       const out = mine.find((p) => p.note);
-      labels.push({ at: y(last.y), text: impl + (out ? `, ${out.note} at ${tokens(out.n)}` : ""), fill: style(impl).stroke });
+      labels.push({ at: y(last.y), text: impl, note: out && `${out.note} at ${tokens(out.n)}`, fill: style(impl).stroke });
     }
     labels.sort((a, b) => a.at - b.at).forEach((item, i, list) => {
-      if (i) item.at = Math.max(item.at, list[i - 1].at + 12);
-      node.append(svg("text", { x: W - right + 8, y: item.at + 4, style: `fill:${item.fill};font-size:10px` }, item.text));
+      if (i) item.at = Math.max(item.at, list[i - 1].at + (list[i - 1].note ? 24 : 12));
+      const style = `fill:${item.fill};font-size:10px`;
+      node.append(svg("text", { x: W - right + 8, y: item.at + 4, style }, item.text));
+      if (item.note) node.append(svg("text", { x: W - right + 8, y: item.at + 16, style }, item.note));
     });
     figure.append(node, caption);
+    return figure;
+  }
+
+  /** Error bars: for the output and each gradient one bar per implementation. */
+  function errors(title, list) {
+    if (!list.length) return null;
+    const tensors = ["out", "dq", "dk", "dv"], W = 400, step = 15, left = 58, right = 112;
+    const H = tensors.length * (list.length * step + 14) + 4;
+    const most = Math.max(...list.flatMap((r) => tensors.map((t) => r[t])));
+    const node = svg("svg", { viewBox: `0 0 ${W} ${H}`, role: "img", "aria-label": `${title}. The same figures are in the table below.` });
+    tensors.forEach((tensor, t) => {
+      const top = t * (list.length * step + 14) + 4;
+      node.append(svg("text", { x: left - 8, y: top + 11, "text-anchor": "end" }, tensor === "out" ? "O" : `d${tensor[1].toUpperCase()}`));
+      list.forEach((r, i) => {
+        const width = ((W - left - right) * r[tensor]) / most;
+        node.append(svg("rect", { x: left, y: top + i * step, width, height: step - 4, fill: style(r.impl).stroke }));
+        node.append(svg("text", { x: left + width + 6, y: top + i * step + 9, style: "font-size:10px" }, `${r.impl} ${r[tensor].toExponential(1)}`));
+      });
+    });
+    const figure = document.createElement("figure");
+    figure.append(node, Object.assign(document.createElement("figcaption"), { textContent: title }));
     return figure;
   }
 
@@ -91,6 +114,7 @@
       chart(`TFLOP/s over N, ${label("op", want.op)}`, grid.filter(one).map((r) => ({ impl: r.impl, n: r.n, y: r.tflops })), (v) => v.toFixed(0)),
       chart("Share of the measured limit", grid.filter(one).filter((r) => r.limit).map((r) => ({ impl: r.impl, n: r.n, y: r.limit })), (v) => `${(100 * v).toFixed(0)} %`),
       chart("Memory above inputs, output and gradients", shown.filter((r) => r.metric === "memory").map((r) => ({ impl: r.impl, n: r.n, y: r.bytes, note: r.oom ? "out of memory" : "" })), size, true),
+      errors("Root mean square error against fp64, normal inputs", shown.filter((r) => r.metric === "error" && r.inputs === "normal").filter(one)),
     ];
     const area = document.getElementById("bench-charts");
     area.replaceChildren(...charts.filter(Boolean));
