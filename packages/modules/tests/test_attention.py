@@ -223,13 +223,19 @@ def test_packed_mask_and_bias(device: str, dtype: torch.dtype, atol: float) -> N
     assert_same(layer, exact, [(out, want), (x, x64), (bias, bias64)], atol)
 
 
-def test_cross_mask_with_lengths_on_one_side() -> None:
-    layer, exact = make(FlashCrossAttention, "cpu", torch.float64)
+@pytest.mark.parametrize("lengths", [(3, 3), (2, 3)])
+@pytest.mark.parametrize("settings", [{}, {"causal": True}, {"window_size": (1, 0), "alibi": True}])
+def test_cross_mask_with_lengths(settings: dict, lengths: tuple[int, int]) -> None:
+    """With a mask, too, the last real token of `x` stands at the last real token of `context`."""
+    layer, exact = make(FlashCrossAttention, "cpu", torch.float64, **settings)
     (x, x64), (c, c64) = (leaf(2, n, E, device="cpu", dtype=torch.float64, seed=n) for n in (3, 5))
     mask = torch.ones(3, 5, dtype=torch.bool).tril(1)
-    want = torch.stack([expected_cross(exact, x64[b], c64[b, :m], attn_mask=mask[:, :m]) for b, m in enumerate((5, 2))])
-    out = layer(x, c, context_lengths=torch.tensor([5, 2]), attn_mask=mask)
-    assert_same(layer, exact, [(out, want), (x, x64), (c, c64)], 1e-10)
+    rows = []
+    for a, b, n, m in zip(x64, c64, lengths, (5, 2), strict=True):
+        seen = expected_cross(exact, a[:n], b[:m], attn_mask=mask[:n, :m])
+        rows.append(torch.cat([seen, exact.out_proj(x64.new_zeros(3 - n, E))]))
+    out = layer(x, c, lengths=torch.tensor(lengths), context_lengths=torch.tensor([5, 2]), attn_mask=mask)
+    assert_same(layer, exact, [(out, torch.stack(rows)), (x, x64), (c, c64)], 1e-10)
 
 
 def test_equals_torch_multihead_attention_with_the_same_weights() -> None:

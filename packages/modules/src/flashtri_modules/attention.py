@@ -7,8 +7,8 @@ Every layer takes batches in one of three forms:
 - packed: `x (total, E)`, `cu_seqlens (B + 1,)` and `max_seqlen`, sequences back to back without padding.
 
 A padded batch is handed to the variable-length kernel as `2 B` sequences, tokens and padding in turn, the padding with
-no key to see. So causal masks, windows and ALiBi line up with each sequence's own end, padding costs no tiles, nothing
-is copied, and the host never waits to learn a length.
+no key to see. So causal masks, windows and ALiBi line up with each sequence's own end, padding costs no tiles, queries,
+keys and values are not copied, and the host never waits to learn a length.
 """
 
 from collections.abc import Callable, Sequence
@@ -182,33 +182,21 @@ class _Attention(nn.Module):
         """Attention of a dense or padded batch: q `(B, N, Hq, D)`, k and v `(B, M, Hk, D)` -> `(B, N, Hq * D)`."""
         batch, seqlen_q, seqlen_k = q.shape[0], q.shape[1], k.shape[1]
         if lengths_q is None and lengths_k is None:
-            out = self._attend_bhnd(q, k, v, attn_mask, attn_bias)
-        elif attn_mask is None and attn_bias is None:
-            cu_seqlens_q, _ = _tokens_and_padding(lengths_q, batch, seqlen_q, q.device)
-            cu_seqlens_k, used_k = _tokens_and_padding(lengths_k, batch, seqlen_k, q.device)
-            out = flash_attn_varlen(
-                q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k,
-                seqused_k=used_k, **self._options(),
-            ).unflatten(0, (batch, seqlen_q))  # fmt: skip
-        else:
-            # Masks and biases are indexed by dense position, so here lengths become one more mask, a row of keys per
-            # sequence.
-            if lengths_k is not None:
-                real = torch.arange(seqlen_k, device=q.device) < lengths_k[:, None]
-                real = real[:, None, None, :]
-                attn_mask = real if attn_mask is None else real & attn_mask
-            out = self._attend_bhnd(q, k, v, attn_mask, attn_bias)
-            if lengths_q is not None:
-                padding = torch.arange(seqlen_q, device=q.device) >= lengths_q[:, None]
-                out = out.masked_fill(padding[:, :, None, None], 0.0)
-        return out.flatten(2)
-
-    def _attend_bhnd(
-        self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, attn_bias: Tensor | None
-    ) -> Tensor:
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        out: Tensor = flash_attn(q, k, v, attn_mask=attn_mask, attn_bias=attn_bias, **self._options())
-        return out.transpose(1, 2)
+            q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+            dense: Tensor = flash_attn(q, k, v, attn_mask=attn_mask, attn_bias=attn_bias, **self._options())
+            return dense.transpose(1, 2).flatten(2)
+        cu_seqlens_q, _ = _tokens_and_padding(lengths_q, batch, seqlen_q, q.device)
+        cu_seqlens_k, used_k = _tokens_and_padding(lengths_k, batch, seqlen_k, q.device)
+        # Masks and biases count positions inside each of the 2 B sequences, which for tokens are the dense ones.
+        attn_mask, attn_bias = (
+            t.repeat_interleave(2, dim=0) if t is not None and t.dim() == 4 and t.shape[0] > 1 else t
+            for t in (attn_mask, attn_bias)
+        )
+        out: Tensor = flash_attn_varlen(
+            q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k,
+            seqused_k=used_k, attn_mask=attn_mask, attn_bias=attn_bias, **self._options(),
+        )  # fmt: skip
+        return out.unflatten(0, (batch, seqlen_q)).flatten(2)
 
     def _attend_packed(
         self,
@@ -277,8 +265,7 @@ class FlashSelfAttention(_Attention):
     dict, stable:
 
     - `qkv_proj.weight ((Hq + 2 Hk) D, E)`, `qkv_proj.bias`: query heads, then key heads, then value heads, `D` rows
-      each. With
-      `Hk = Hq` and `Hq D = E` this is the layout of `nn.MultiheadAttention.in_proj_weight`;
+      each. With `Hk = Hq` and `Hq D = E` this is the layout of `nn.MultiheadAttention.in_proj_weight`;
     - `out_proj.weight (E, Hq D)`, `out_proj.bias`;
     - `sink (Hq,)` with `sink=True`; `alibi_slopes (Hq,)` fp32 with `alibi`.
 
