@@ -89,7 +89,7 @@ def forward_plan(
 
         ok, reason = launch_forward.supports(problem, q, k, v, out)
         if ok:
-            return partial(launch_forward.forward, problem)
+            return launch_forward.Forward(problem, q, k, v, extras, out, lse)
         if impl == "hopper":
             raise NotImplementedError(f"impl='hopper': {reason}")
         _require_triton(problem, q.device)
@@ -104,8 +104,17 @@ def backward_plan(
     dbias: Tensor | None,
 ) -> Callable[..., None]:  # fmt: skip
     """A callable ``(do, dlse, q, k, v, out, lse, extras, dq, dk, dv, dsink, dbias)``."""
-    if require(problem, q.device, impl) == "reference":
+    chosen = require(problem, q.device, impl)
+    if chosen == "reference":
         return partial(reference.chunked_backward, problem)
+    if chosen == "hopper":
+        from .kernels.hopper import launch_backward
+
+        ok, reason = launch_backward.supports(problem, q, k, v, dq, dk, dv)
+        if ok:
+            return partial(launch_backward.backward, problem, deterministic=deterministic)
+        if impl == "hopper":
+            raise NotImplementedError(f"impl='hopper', backward: {reason}; impl='auto' takes the plain kernel for it")
     _require_triton(problem, q.device)
     from .kernels import launch
 

@@ -95,8 +95,7 @@ def attn_bwd_dkdv_kernel(
         for span in tl.static_range(0 if LEFT_EDGE else 1, 3 if RIGHT_EDGE else 2):
             first = lo if span == 0 else (full_lo if span == 1 else full_hi)
             last = full_lo if span == 0 else (full_hi if (span == 1 and RIGHT_EDGE) else hi)
-            for block_m in range(tl.cdiv(first, BLOCK_M), tl.cdiv(last, BLOCK_M)):
-                start_m = block_m * BLOCK_M
+            for start_m in range(first, last, BLOCK_M):
                 if not HAS_MASK or any_visible(z, h, start_m, start_n, mask):
                     offs_m = start_m + tl.arange(0, BLOCK_M)
                     q = load_rows(q_base, stride_q, start_m, Nq, HEAD_DIM, BLOCK_M, BLOCK_D, True)
@@ -154,8 +153,7 @@ def attn_bwd_dq_kernel(
     for span in tl.static_range(0 if LEFT_EDGE else 1, 3):
         first = lo if span == 0 else (full_lo if span == 1 else full_hi)
         last = full_lo if span == 0 else (full_hi if span == 1 else hi)
-        for block_n in range(tl.cdiv(first, BLOCK_N), tl.cdiv(last, BLOCK_N)):
-            start_n = block_n * BLOCK_N
+        for start_n in range(first, last, BLOCK_N):
             if not HAS_MASK or any_visible(z, h, start_m, start_n, mask):
                 offs_n = start_n + tl.arange(0, BLOCK_N)
                 k = load_rows(k_base, stride_k, start_n, Nk, HEAD_DIM, BLOCK_N, BLOCK_D, span != 1)

@@ -65,8 +65,7 @@ def attn_fwd_kernel(
     for span in tl.static_range(0 if LEFT_EDGE else 1, 3):
         first = lo if span == 0 else (full_lo if span == 1 else full_hi)
         last = full_lo if span == 0 else (full_hi if span == 1 else hi)
-        for block_n in range(tl.cdiv(first, BLOCK_N), tl.cdiv(last, BLOCK_N)):
-            start_n = block_n * BLOCK_N
+        for start_n in range(first, last, BLOCK_N):
             if not HAS_MASK or any_visible(z, h, start_m, start_n, mask):
                 offs_n = start_n + tl.arange(0, BLOCK_N)
                 k = load_rows(k_base, stride_k, start_n, Nk, HEAD_DIM, BLOCK_N, BLOCK_D, span != 1)  # [BLOCK_N, BLOCK_D]
