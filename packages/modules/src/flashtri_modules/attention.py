@@ -196,7 +196,7 @@ class _Attention(nn.Module):
             q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k,
             seqused_k=used_k, attn_mask=attn_mask, attn_bias=attn_bias, **self._options(),
         )  # fmt: skip
-        return out.unflatten(0, (batch, seqlen_q)).flatten(2)
+        return out.reshape(batch, seqlen_q, self.num_heads * self.head_dim)
 
     def _attend_packed(
         self,
