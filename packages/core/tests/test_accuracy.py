@@ -1,10 +1,9 @@
 """Every feature, shape and layout against float64, outputs and every gradient, within same-dtype eager's error."""
 
 import pytest
-import torch
 
-from flashtri_core.testing.cases import CASES, PAIRS, Case
-from flashtri_core.testing.plugin import GPU_BFLOAT, GPU_HALF, INTERPRETER, REFERENCE, lanes
+from flashtri_core.testing.cases import CASES, PAIRS
+from flashtri_core.testing.plugin import lanes
 
 
 @lanes()

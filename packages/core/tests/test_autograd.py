@@ -40,7 +40,9 @@ def test_the_key_pass_is_skipped_when_nobody_wants_it(lane, monkeypatch):
     """Row 102: with only q requiring a gradient the operator is not asked for dK and dV, and the reverse."""
     asked = []
     plan = dispatch.backward_plan
-    monkeypatch.setattr(dispatch, "backward_plan", lambda *a: asked.append([x is not None for x in a[-4:-1]]) or plan(*a))
+    monkeypatch.setattr(
+        dispatch, "backward_plan", lambda *a: asked.append([x is not None for x in a[-4:-1]]) or plan(*a)
+    )
     for on in ((True, False, False), (False, True, False), (True, True, True)):
         q, k, v = (x.detach().requires_grad_(r) for x, r in zip(three(lane, nq=19 + sum(on) + on[1]), on, strict=True))
         flash_attn(q, k, v, impl=lane.impl).sum().backward()
@@ -71,7 +73,9 @@ def test_max_logits_has_no_gradient(lane):
 
 
 @lanes(REFERENCE)
-@pytest.mark.parametrize("name", ["causal_dead_rows", "gqa", "window_causal", "softcap_bias", "alibi_causal", "sink", "packed_empty"])
+@pytest.mark.parametrize(
+    "name", ["causal_dead_rows", "gqa", "window_causal", "softcap_bias", "alibi_causal", "sink", "packed_empty"]
+)
 def test_gradcheck(lane, name):
     """The hand-written gradient of the chunked path against finite differences, in float64."""
     case = replace(CASES[name], nq=7, nk=5 if name == "causal_dead_rows" else 9, d=3, dv=2)
@@ -209,7 +213,7 @@ def test_saved_tensors_modified_in_place_are_noticed(lane):
 def test_forward_mode_is_refused(lane):
     """Forward-mode differentiation is an error, not a tangent of zero."""
     q, k, v = three(lane)
-    with fwad.dual_level(), pytest.raises(RuntimeError, match="forward mode|forward-mode|forward AD|jvp"):
+    with fwad.dual_level(), pytest.raises(RuntimeError, match=r"forward mode|forward-mode|forward AD|jvp"):
         flash_attn(fwad.make_dual(q.detach(), torch.ones_like(q)), k, v, impl=lane.impl)
 
 

@@ -97,10 +97,14 @@ def test_edges_that_are_promised_away_are_empty(name):
     for nq, nk, size in itertools.product(SIZES, SIZES, (1, 2, 4)):
         for args in [a for m, a in MASK_ARGS if m is module]:
             for first in range(0, nq, size):
-                lo, full_lo, full_hi, hi = block(*plain(module.kv_range)(first, min(first + size, nq), nq, nk, args), size)
+                lo, full_lo, full_hi, hi = block(
+                    *plain(module.kv_range)(first, min(first + size, nq), nq, nk, args), size
+                )
                 assert module.KV_LEFT_EDGE or lo >= full_lo, (nq, nk, first)
             for first in range(0, nk, size):
-                lo, full_lo, full_hi, hi = block(*plain(module.q_range)(first, min(first + size, nk), nq, nk, args), size)
+                lo, full_lo, full_hi, hi = block(
+                    *plain(module.q_range)(first, min(first + size, nk), nq, nk, args), size
+                )
                 assert module.Q_LEFT_EDGE or lo >= full_lo, (nq, nk, first)
                 if not module.Q_RIGHT_EDGE:  # the middle runs on to hi: past the full blocks lies only what is ragged
                     assert hi - full_hi < size or lo >= hi, (nq, nk, first)
@@ -136,7 +140,8 @@ def test_dense_tiles_start_with_the_longest():
 
 @pytest.mark.parametrize("descending", [True, False])
 @pytest.mark.parametrize(
-    "lengths", [[1], [16], [17], [0], [0, 0, 5], [5, 0, 0], [40, 0, 1, 16, 15, 33], [1] * 20, [200] + [1] * 9, [3, 0] * 7]
+    "lengths",
+    [[1], [16], [17], [0], [0, 0, 5], [5, 0, 0], [40, 0, 1, 16, 15, 33], [1] * 20, [200] + [1] * 9, [3, 0] * 7],
 )
 def test_packed_tiles_cover_once(lengths, descending):
     """Rows 52, 54, 134: every tile of every sequence has one program, whatever is empty; the others fall past an end."""

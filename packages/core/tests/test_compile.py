@@ -64,7 +64,9 @@ def compare(lane, block, *arguments, dynamic=None):
 
 
 @lanes(*WHERE)
-@pytest.mark.parametrize("features", [{}, dict(causal=True), dict(window_size=(7, 0), softcap=5.0), dict(dropout_p=0.2)], ids=str)
+@pytest.mark.parametrize(
+    "features", [{}, dict(causal=True), dict(window_size=(7, 0), softcap=5.0), dict(dropout_p=0.2)], ids=str
+)
 def test_no_graph_break(lane, features):
     """Row 91: fullgraph compiles forward and backward around the dense call."""
     compare(lane, Block(lane, **features), lane.randn(2, 24, 32))
@@ -86,7 +88,15 @@ def test_no_graph_break_with_tensors(lane):
 
     def f(q, k, v, bias, sink):
         out, lse = flash_attn(
-            q, k, v, attn_bias=bias, learnable_sink=sink, alibi_slopes=slopes, causal=True, return_lse=True, impl=lane.impl
+            q,
+            k,
+            v,
+            attn_bias=bias,
+            learnable_sink=sink,
+            alibi_slopes=slopes,
+            causal=True,
+            return_lse=True,
+            impl=lane.impl,
         )
         return out.sum() + lse.sum()
 
@@ -182,7 +192,10 @@ def test_fake_tensors_need_no_device(dtype, device):
     """Row 114: shapes, dtypes and strides under FakeTensorMode, of a GPU that is not there too."""
     with FakeTensorMode():
         q = torch.empty(2, 9, 4, 16, dtype=dtype, device=device).transpose(1, 2)
-        k, v = torch.empty(2, 2, 7, 16, dtype=dtype, device=device), torch.empty(2, 2, 7, 24, dtype=dtype, device=device)
+        k, v = (
+            torch.empty(2, 2, 7, 16, dtype=dtype, device=device),
+            torch.empty(2, 2, 7, 24, dtype=dtype, device=device),
+        )
         out, lse = flash_attn(q, k, v, causal=True, return_lse=True)
     assert (out.shape, out.dtype, out.device.type) == ((2, 4, 9, 24), dtype, device)
     assert out.transpose(1, 2).is_contiguous()
@@ -207,7 +220,9 @@ def test_export_with_dynamic_sizes(lane):
     """Row 113: exported with dynamic batch and length, it runs at two other sizes."""
     block = Block(lane, causal=True)
     batch, length = torch.export.Dim("batch", min=2, max=64), torch.export.Dim("length", min=2, max=4096)
-    program = torch.export.export(block, (lane.randn(2, 24, 32),), dynamic_shapes=({0: batch, 1: length}, None, None)[:1])
+    program = torch.export.export(
+        block, (lane.randn(2, 24, 32),), dynamic_shapes=({0: batch, 1: length}, None, None)[:1]
+    )
     for shape in ((3, 40, 32), (5, 7, 32)):
         x = lane.randn(*shape, seed=9)
         same(program.module()(x), block(x), lane)

@@ -47,8 +47,12 @@ if HAS_TRITON:
     dropout_keep_tile = dropout.keep_tile
 
 
-@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.interpreter), pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize(("z", "h", "m0", "n0", "p"), [(0, 0, 0, 0, 0.5), (3, 7, 48, 96, 0.1), (1, 2, 70000, 65504, 0.9)])
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=pytest.mark.interpreter), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+@pytest.mark.parametrize(
+    ("z", "h", "m0", "n0", "p"), [(0, 0, 0, 0, 0.5), (3, 7, 48, 96, 0.1), (1, 2, 70000, 65504, 0.9)]
+)
 def test_kernel_bits_are_the_eager_twin_s(device, z, h, m0, n0, p):
     rng = torch.tensor([(1 << 62) - 5, (1 << 61) + 0xFFFFFFF0], device=device)
     out = torch.zeros(32, 64, dtype=torch.int8, device=device)

@@ -83,7 +83,9 @@ def test_scales_that_are_not_positive(lane, scale):
         torch.testing.assert_close(out.double(), mean, rtol=1e-2, atol=1e-2)
     grads = torch.autograd.grad(out.sum(), (q, k, v))
     assert all(g.isfinite().all() for g in (out, *grads))
-    given = cases.inputs(Case("scale", heads=(2, 2), nq=64, nk=64, d=64, scale=scale, causal=True), lane.dtype, lane.device)
+    given = cases.inputs(
+        Case("scale", heads=(2, 2), nq=64, nk=64, d=64, scale=scale, causal=True), lane.dtype, lane.device
+    )
     lane.check(given)
 
 

@@ -172,16 +172,19 @@ def test_supports():
 def test_an_explicit_impl_never_falls_back():
     """impl="triton" on CPU tensors without the interpreter says what to do; it does not quietly compute otherwise."""
     q = torch.zeros(1, 2, 3, 8, dtype=torch.half)
-    with pytest.raises(NotImplementedError, match=r"CPU tensors need Triton's interpreter .* or impl='reference'|Triton is not installed"):
+    with pytest.raises(
+        NotImplementedError,
+        match=r"CPU tensors need Triton's interpreter .* or impl='reference'|Triton is not installed",
+    ):
         flash_attn(q, q, q, impl="triton")
-    with pytest.raises(NotImplementedError, match="Hopper|interpreter|Triton is not installed"):
+    with pytest.raises(NotImplementedError, match=r"Hopper|interpreter|Triton is not installed"):
         flash_attn(q, q, q, impl="hopper")
 
 
 def test_float32_is_refused_by_the_kernels():
     """Row 46: float32 on the kernels is refused by name instead of computed in TF32."""
     q = torch.zeros(1, 2, 3, 8)
-    with pytest.raises(NotImplementedError, match="float16 and bfloat16, got torch.float32|Triton is not installed"):
+    with pytest.raises(NotImplementedError, match=r"float16 and bfloat16, got torch\.float32|Triton is not installed"):
         flash_attn(q, q, q, impl="triton")
 
 

@@ -335,7 +335,9 @@ def _check_cu_contents(name: str, cu: Tensor, total: int, longest: int) -> None:
     if values[0] != 0 or any(n < 0 for n in lengths) or values[-1] > total:
         raise ValueError(f"{name} must start at 0, never decrease, and end at most at {total}, got {values[:8]}...")
     if lengths and max(lengths) > longest:
-        raise ValueError(f"{name.replace('cu_seqlens', 'max_seqlen')}: the longest sequence of {name} has {max(lengths)} rows, got {longest}")
+        raise ValueError(
+            f"{name.replace('cu_seqlens', 'max_seqlen')}: the longest sequence of {name} has {max(lengths)} rows, got {longest}"
+        )
 
 
 def _check_max(name: str, value: Any) -> int:

@@ -197,7 +197,7 @@ def attention(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
         or q.device.type not in ("cuda", "cpu")
     ):
         return torch.ops.flashtri.fwd(*inputs)  # type: ignore[no-any-return]
-    if torch.is_grad_enabled() and any([x is not None and x.requires_grad for x in inputs[: 3 + _N_EXTRAS]]):
+    if torch.is_grad_enabled() and any([x is not None and x.requires_grad for x in inputs[: 3 + _N_EXTRAS]]):  # noqa: C419  (a list is quicker)
         return _Eager.apply(*inputs)  # type: ignore[no-any-return, no-untyped-call]
     return _fwd(*inputs)
 

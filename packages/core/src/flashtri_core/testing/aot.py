@@ -132,7 +132,7 @@ def compile_only(capability: int) -> Iterator[list[tuple[Any, Any]]]:
         mock.patch.object(launch, "target_of", lambda device: target),
     ):
         previous = driver._active
-        driver.set_active(StubDriver(target))  # type: ignore[arg-type]
+        driver.set_active(StubDriver(target))
         try:
             yield found
         finally:

@@ -190,6 +190,7 @@ def inputs(case: Case, dtype: torch.dtype, device: torch.device | str = "cpu", s
 
     (hq, hk), dv = case.heads, case.dv or case.d
     packed = bool(case.lengths)
+    shapes: tuple[tuple[int, ...], ...]
     if packed:
         total = [sum(row[side] for row in case.lengths) + case.tail[side] for side in (0, 1)]
         shapes = ((total[0], hq, case.d), (total[1], hk, case.d), (total[1], hk, dv), (total[0], hq, dv))
@@ -198,7 +199,9 @@ def inputs(case: Case, dtype: torch.dtype, device: torch.device | str = "cpu", s
         shapes = ((b, hq, nq, case.d), (b, hk, nk, case.d), (b, hk, nk, dv), (b, hq, nq, dv))
     q, k, v, do = (laid_out(normal(*s), l, packed) for s, l in zip(shapes, case.layouts, strict=True))
     lse_shape = (hq, shapes[0][0]) if packed else shapes[0][:3]
-    dlse = torch.randn(*lse_shape, generator=generator).to(device, torch.float64 if dtype == torch.float64 else torch.float32)
+    dlse = torch.randn(*lse_shape, generator=generator).to(
+        device, torch.float64 if dtype == torch.float64 else torch.float32
+    )
     tensors = {"q": q, "k": k, "v": v}
     sizes = dict(zip("bhqk", (case.sequences, hq, *case.longest), strict=True))
     if case.sink:
@@ -234,12 +237,15 @@ def inputs(case: Case, dtype: torch.dtype, device: torch.device | str = "cpu", s
 
 def call(given: Inputs, impl: str, **keywords: Any) -> Any:
     """The public function on these inputs."""
-    rest = {n: t for n, t in given.tensors.items() if n not in ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")}
+    positional = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")
+    rest: dict[str, Any] = {n: t for n, t in given.tensors.items() if n not in positional}
+    rest |= {**given.numbers, **keywords}
     q, k, v = (given.tensors[n] for n in "qkv")
     if not given.case.lengths:
-        return flash_attn(q, k, v, **rest, **given.numbers, impl=impl, **keywords)
-    cu = given.tensors["cu_seqlens_q"], given.tensors["cu_seqlens_k"]
-    return flash_attn_varlen(q, k, v, *cu, *given.case.longest, **rest, **given.numbers, impl=impl, **keywords)
+        return flash_attn(q, k, v, impl=impl, **rest)
+    cu_q, cu_k = given.tensors["cu_seqlens_q"], given.tensors["cu_seqlens_k"]
+    longest_q, longest_k = given.case.longest
+    return flash_attn_varlen(q, k, v, cu_q, cu_k, longest_q, longest_k, impl=impl, **rest)
 
 
 def run(given: Inputs, impl: str, backward: bool = True) -> dict[str, Tensor]:
@@ -268,7 +274,9 @@ def problem_of(given: Inputs) -> tuple[Problem, Extras]:
         rng = draw_rng(q.device)
     extras = Extras(**t, rng=rng)
     scale = case.d**-0.5 if case.scale is None else case.scale
-    return describe(q, k, v, extras, *case.longest, scale, case.causal, *case.window, case.softcap, case.dropout_p), extras
+    return describe(
+        q, k, v, extras, *case.longest, scale, case.causal, *case.window, case.softcap, case.dropout_p
+    ), extras
 
 
 def exact(given: Inputs, dtype: torch.dtype = torch.float64, backward: bool = True) -> dict[str, Tensor]:
@@ -368,7 +376,9 @@ _PACKED = (
     Case("packed_dropout", lengths=_PACK, dropout_p=0.3, causal=True),
 )
 _STRIDED = (
-    Case("fused_qkv", batch=2, heads=(2, 2), nq=40, nk=40, causal=True, layouts=("fused", "fused", "fused", "rows_first")),
+    Case(
+        "fused_qkv", batch=2, heads=(2, 2), nq=40, nk=40, causal=True, layouts=("fused", "fused", "fused", "rows_first")
+    ),
     Case("all_different", batch=2, heads=(2, 2), layouts=("rows_first", "batch_inside", "fused", "plain")),
     Case("broadcast_heads", heads=(4, 2), nq=20, nk=33, layouts=("expanded", "expanded", "expanded", "rows_first")),
     Case("misaligned", layouts=("offset", "padded", "offset", "padded"), causal=True),
@@ -419,9 +429,9 @@ def pairwise() -> Iterator[Case]:
             if axis in choice:
                 continue
 
-            def met(i: int, axis: str = axis) -> int:
-                pairs = (tuple(sorted([(axis, i), other], key=lambda x: names.index(x[0]))) for other in choice.items())
-                return sum(pair in open_pairs for pair in pairs)
+            def met(i: int, axis: str = axis, chosen: dict[str, int] = choice, left: Any = open_pairs) -> int:
+                pairs = (tuple(sorted([(axis, i), other], key=lambda x: names.index(x[0]))) for other in chosen.items())
+                return sum(pair in left for pair in pairs)
 
             choice[axis] = max(range(sizes[axis]), key=met)
         ordered = [(axis, choice[axis]) for axis in names]

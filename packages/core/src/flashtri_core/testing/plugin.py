@@ -7,7 +7,6 @@ marker), the real kernels in Triton's interpreter (marker ``interpreter``) and o
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,7 +105,7 @@ def own_tuning_table(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.T
 
 
 @pytest.fixture
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Uninitialised memory is NaN: whoever reads what nobody wrote, or leaves a row unwritten, shows it."""
 
     def nan(make: Any) -> Any:
@@ -119,7 +118,6 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch, "empty", nan(torch.empty))
     monkeypatch.setattr(torch, "empty_like", nan(torch.empty_like))
     monkeypatch.setattr(torch.Tensor, "new_empty", nan(torch.Tensor.new_empty))
-    yield
 
 
 @pytest.fixture
