@@ -104,8 +104,8 @@ def attn_bwd_dkdv_kernel(
                     delta = tl.load(DELTA + row_base + offs_m, mask=offs_m < Nq, other=0.0)
                     p, ds, dqk = p_and_ds(
                         tl.dot(q, tl.trans(k)), tl.dot(do, tl.trans(v)), pivot_of(lse)[:, None], delta[:, None],
-                        z, h, start_m, start_n, offs_m[:, None], offs_n[None, :], Nq, Nk, variant, args, mask, unit_log2, span != 1,
-                        HAS_MASK,
+                        z, h, start_m, start_n, offs_m[:, None], offs_n[None, :], Nq, Nk,
+                        variant, args, mask, unit_log2, span != 1, HAS_MASK,
                     )  # fmt: skip
                     dv = tl.dot(tl.trans(p.to(do.dtype)), do, dv)
                     dk = tl.dot(tl.trans(dqk.to(q.dtype)), q, dk)
