@@ -134,11 +134,14 @@ def define_env(env: Any) -> None:
         return _table(head, [[str(dim), *answers] for dim, answers in support.head_dims()])
 
     @env.macro
-    def message_table() -> str:
-        return _table(
-            ["what was done", "the message", "what to do"],
-            [[w, m.replace("<", "&lt;").replace("*", "\\*"), a] for w, m, a in messages.rows()],
-        )
+    def message_tables() -> str:
+        """Every message of the public functions, by section."""
+        plain = lambda text: text.replace("<", "&lt;").replace("*", "\\*")
+        parts = []
+        for section in messages.SECTIONS:
+            rows = [[what, plain(message), advice] for what, message, advice in messages.rows(section)]
+            parts.append(f"### {section}\n\n{_table(['what was done', 'the message', 'what to do'], rows)}")
+        return "\n\n".join(parts)
 
     @env.macro
     def bench_state() -> str:

@@ -16,6 +16,7 @@ import pytest
 import support
 from footprint import Shape
 
+from flashtri_core import interface
 from flashtri_core.variants import FEATURES
 
 SITE = Path(__file__).parents[1]
@@ -85,7 +86,25 @@ def test_support_answers_name_what_is_wrong() -> None:
 
 
 def test_messages_are_raised() -> None:
-    assert len(messages.rows()) == len(messages.MISTAKES)
+    """Every message that the public functions can raise is on the troubleshooting page, word for word."""
+    shown = [row[1] for section in messages.SECTIONS for row in messages.rows(section)]
+    core = Path(interface.__file__).parent
+    files = [
+        *(core / name for name in ("interface.py", "packing.py", "ops.py")),
+        *sorted((core / "variants").glob("*.py")),
+    ]
+    unexplained, found = [], 0
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if not (isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args):
+                continue
+            parts = node.exc.args[0].values if isinstance(node.exc.args[0], ast.JoinedStr) else [node.exc.args[0]]
+            pattern = "".join(re.escape(p.value) if isinstance(p, ast.Constant) else ".*" for p in parts)
+            found += 1
+            if not any(re.search(rf"`: {pattern}$", text) for text in shown):
+                unexplained.append(f"{file.name}:{node.lineno}: {pattern}")
+    assert found > 40
+    assert unexplained == []
 
 
 def test_results_are_valid_and_flat() -> None:

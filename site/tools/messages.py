@@ -1,4 +1,7 @@
-"""The error messages of the troubleshooting page, as the package raises them when the site is built."""
+"""The error messages of the troubleshooting page, as the package raises them when the site is built.
+
+A test holds the list against every ``raise`` of the public functions: a new message fails it until it is explained here.
+"""
 
 from __future__ import annotations
 
@@ -7,96 +10,218 @@ from typing import Any
 
 import support
 import torch
+from torch import Tensor
 
-from flashtri_core import flash_attn, flash_attn_varlen
+from flashtri_core import flash_attn, flash_attn_varlen, pack, supports, unpack
 
-
-def _qkv(heads_k: int = 4, **kwargs: Any) -> tuple[torch.Tensor, ...]:
-    return tuple(torch.zeros(1, heads, 8, 16, **kwargs) for heads in (4, heads_k, heads_k))
-
-
-def _packed(max_seqlen: Any, **kwargs: Any) -> Any:
-    x, cu = torch.zeros(8, 2, 16), torch.tensor([0, 5, 8], dtype=torch.int32)
-    return flash_attn_varlen(x, x, x, cu, cu, max_seqlen, max_seqlen, **kwargs)
+Mistake = tuple[str, Callable[[], Any], str]
 
 
-#: (what was called, the call, what to do)
-MISTAKES: list[tuple[str, Callable[[], Any], str]] = [
-    ("K with 3 heads for 4 query heads", lambda: flash_attn(*_qkv(3)), "Grouped heads must divide evenly."),
-    (
-        "q of three dimensions",
-        lambda: flash_attn(*(x[0] for x in _qkv())),
-        "Add the batch axis, or use `flash_attn_varlen` for packed sequences.",
-    ),
-    ("int64 tensors", lambda: flash_attn(*_qkv(dtype=torch.int64)), "Cast to a floating-point type."),
-    ("q in fp16, k in fp32", lambda: flash_attn(_qkv()[0].half(), *_qkv()[1:]), "Cast one of them, or use autocast."),
-    (
-        "a head dimension of 300",
-        lambda: flash_attn(*(torch.zeros(1, 1, 4, 300) for _ in range(3))),
-        "Split the head, or use SDPA for this layer.",
-    ),
-    (
-        "`causal=1`",
-        lambda: flash_attn(*_qkv(), causal=1),
-        "Give a bool. A tensor here would make the host wait for the GPU.",
-    ),
-    (
-        "`window_size=64`",
-        lambda: flash_attn(*_qkv(), window_size=64),
-        "Give both sides: `(63, 0)` is a causal window of 64.",
-    ),
-    ("`dropout_p=1.0`", lambda: flash_attn(*_qkv(), dropout_p=1.0), "Everything would be dropped."),
-    (
-        "a float tensor as `attn_mask`",
-        lambda: flash_attn(*_qkv(), attn_mask=torch.zeros(8, 8)),
-        "A float mask is a bias: `attn_bias`.",
-    ),
-    (
-        "a bias that does not broadcast",
-        lambda: flash_attn(*_qkv(), attn_bias=torch.zeros(3, 8, 8)),
-        "Its last four axes are (B, Hq, Nq, Nk), each that size or 1.",
-    ),
-    (
-        "slopes that require a gradient",
-        lambda: flash_attn(*_qkv(), alibi_slopes=torch.ones(4, requires_grad=True)),
-        "Slopes are constants. A learned slope is an `attn_bias`.",
-    ),
-    ("`impl='cuda'`", lambda: flash_attn(*_qkv(), impl="cuda"), 'Leave it at "auto" unless you are comparing.'),
-    (
-        "a tensor as `max_seqlen_q`",
-        lambda: _packed(torch.tensor(5)),
-        "Call `.item()` once, outside the training loop; an upper bound is enough.",
-    ),
-    (
-        "a `max_seqlen` that is too small, with `validate=True`",
-        lambda: _packed(4, validate=True),
-        "Give the longest length, or any bound above it.",
-    ),
-    (
-        "fp32 on a GPU",
-        lambda: support.ask(80, torch.float32),
-        'Use bf16 or fp16, or autocast; `impl="reference"` computes fp32 exactly, slower.',
-    ),
-    (
-        "`impl='triton'` on CPU tensors",
-        lambda: support.ask(80, torch.float16, impl="triton", device="cpu"),
-        "See [On a CPU](cpu.md#the-real-kernels-without-a-gpu).",
-    ),
-]
+def call(q: Any = None, k: Any = None, v: Any = None, **keywords: Any) -> Any:
+    """``flash_attn`` of (1, 4, 8, 16) tensors, some of them replaced."""
+    x = torch.zeros(1, 4, 8, 16)
+    return flash_attn(x if q is None else q, x if k is None else k, x if v is None else v, **keywords)
 
 
-def rows() -> list[list[str]]:
+def packed(
+    q: Any = None, cu_q: Any = (0, 5, 8), cu_k: Any = (0, 5, 8), longest: Any = 8, v: Any = None, **keywords: Any
+) -> Any:
+    """``flash_attn_varlen`` of (8, 4, 16) tensors, some arguments replaced."""
+    x = torch.zeros(8, 4, 16)
+    cu_q, cu_k = (torch.tensor(c, dtype=torch.int32) if isinstance(c, tuple) else c for c in (cu_q, cu_k))
+    return flash_attn_varlen(x if q is None else q, x, x if v is None else v, cu_q, cu_k, longest, longest, **keywords)
+
+
+def twice() -> None:
+    """A gradient of a gradient."""
+    q = torch.randn(1, 1, 4, 8, requires_grad=True)
+    (grad,) = torch.autograd.grad(flash_attn(q, q, q).sum(), q, create_graph=True)
+    grad.sum().backward()
+
+
+def zeros(*shape: int, **keywords: Any) -> Tensor:
+    """A tensor of zeros."""
+    return torch.zeros(*shape, **keywords)
+
+
+META = {"device": "meta"}  # stands for "another device" on a machine that has one
+SECTIONS: dict[str, list[Mistake]] = {
+    "q, k and v": [
+        ("a list as k", lambda: call(k=[1.0]), "Give tensors."),
+        (
+            "q of three dimensions",
+            lambda: call(q=zeros(4, 8, 16)),
+            "Add the batch axis; packed sequences go to `flash_attn_varlen`.",
+        ),
+        ("int64 tensors", lambda: call(q=zeros(1, 4, 8, 16, dtype=torch.int64)), "Cast to a floating-point type."),
+        ("q in fp16, k in fp32", lambda: call(q=zeros(1, 4, 8, 16).half()), "Cast one of them, or use autocast."),
+        ("k on another device", lambda: call(k=zeros(1, 4, 8, 16, **META)), "Move it."),
+        (
+            "a head dimension of 300",
+            lambda: call(*(zeros(1, 1, 4, 300) for _ in "qkv")),
+            "Split the head, or use SDPA for this layer.",
+        ),
+        ("q and k of different head dimension", lambda: call(k=zeros(1, 4, 8, 32)), "Only v may have its own."),
+        ("v with other heads than k", lambda: call(v=zeros(1, 2, 8, 16)), "K and V share their heads."),
+        ("k of another batch size", lambda: call(k=zeros(2, 4, 8, 16)), "Expand it: `.expand` costs no memory."),
+        ("v of another length than k", lambda: call(v=zeros(1, 4, 9, 16)), "Each key has one value."),
+        (
+            "3 key heads for 4 query heads",
+            lambda: call(k=zeros(1, 3, 8, 16), v=zeros(1, 3, 8, 16)),
+            "Grouped heads divide evenly.",
+        ),
+    ],
+    "Options": [
+        ("`impl='cuda'`", lambda: call(impl="cuda"), 'Leave it at "auto" unless you are comparing.'),
+        ("`causal=1`", lambda: call(causal=1), "Give a bool. A tensor here would make the host wait for the GPU."),
+        ('`softmax_scale="0.1"`', lambda: call(softmax_scale="0.1"), "Give a Python number."),
+        ("`softmax_scale=inf`", lambda: call(softmax_scale=float("inf")), "Look for a division by zero."),
+        ("`window_size=64`", lambda: call(window_size=64), "Give both sides: `(63, 0)` is a causal window of 64."),
+        ("`window_size=(1.5, 0)`", lambda: call(window_size=(1.5, 0)), "Round it."),
+        ("`window_size=(-2, 0)`", lambda: call(window_size=(-2, 0)), "-1 opens a side."),
+        ('`softcap="30"`', lambda: call(softcap="30"), "Give a Python number."),
+        ("`softcap=-1.0`", lambda: call(softcap=-1.0), "0 switches it off."),
+        ('`dropout_p="0.1"`', lambda: call(dropout_p="0.1"), "Give a Python number."),
+        ("`dropout_p=1.0`", lambda: call(dropout_p=1.0), "Everything would be dropped."),
+        (
+            "`supports(..., casual=True)`",
+            lambda: supports(*(zeros(1, 4, 8, 16),) * 3, casual=True),
+            "A typing mistake, most likely.",
+        ),
+    ],
+    "Tensors of features": [
+        ("a number as `alibi_slopes`", lambda: call(alibi_slopes=0.5), "One slope per head."),
+        ("slopes in fp16", lambda: call(alibi_slopes=zeros(4).half()), "`.float()`: distances outgrow fp16."),
+        (
+            "slopes for 3 heads of 4",
+            lambda: call(alibi_slopes=zeros(3)),
+            "One per query head, or per batch and query head.",
+        ),
+        (
+            "slopes on another device",
+            lambda: call(alibi_slopes=zeros(4, **META)),
+            "Move them; register them as a buffer of the module.",
+        ),
+        (
+            "slopes that require a gradient",
+            lambda: call(alibi_slopes=zeros(4, requires_grad=True)),
+            "A learned slope is an `attn_bias`.",
+        ),
+        ("a number as `learnable_sink`", lambda: call(learnable_sink=0.0), "One logit per query head."),
+        ("a sink for 3 heads of 4", lambda: call(learnable_sink=zeros(3)), "One logit per query head."),
+        (
+            "a sink on another device",
+            lambda: call(learnable_sink=zeros(4, **META)),
+            "Move it; register it as a parameter.",
+        ),
+        ("a list as `attn_bias`", lambda: call(attn_bias=[0.0]), "Give a tensor."),
+        ("a float tensor as `attn_mask`", lambda: call(attn_mask=zeros(8, 8)), "A float mask is a bias: `attn_bias`."),
+        (
+            "a boolean tensor as `attn_bias`",
+            lambda: call(attn_bias=zeros(8, 8).bool()),
+            "A boolean bias is a mask: `attn_mask`.",
+        ),
+        (
+            "a bias that does not broadcast",
+            lambda: call(attn_bias=zeros(3, 8, 8)),
+            "Each of its last four axes is 1 or full.",
+        ),
+        ("a bias on another device", lambda: call(attn_bias=zeros(8, 8, **META)), "Move it."),
+        (
+            "`seqused_k` for another batch",
+            lambda: call(seqused_k=zeros(3, dtype=torch.int32)),
+            "One count per sequence.",
+        ),
+    ],
+    "Packed sequences": [
+        (
+            "a list as `cu_seqlens_q`",
+            lambda: packed(cu_q=[0, 5, 8]),
+            "`torch.tensor([...], dtype=torch.int32)` on q's device.",
+        ),
+        ("`cu_seqlens_q` in fp32", lambda: packed(cu_q=zeros(3)), "Cast to int32."),
+        ("`cu_seqlens_q` of two dimensions", lambda: packed(cu_q=zeros(3, 1, dtype=torch.int32)), "Flatten it."),
+        (
+            "`cu_seqlens_q` on another device",
+            lambda: packed(cu_q=zeros(3, dtype=torch.int32, **META)),
+            "Build it there; a copy makes the host wait.",
+        ),
+        ("an empty `cu_seqlens_q`", lambda: packed(cu_q=zeros(0, dtype=torch.int32)), "No sequence at all is `[0]`."),
+        (
+            "different counts of sequences",
+            lambda: packed(cu_k=(0, 8)),
+            "Every query sequence has its key sequence, which may be empty.",
+        ),
+        ("v with other rows than k", lambda: packed(v=zeros(9, 4, 16)), "Each key has one value."),
+        (
+            "offsets that decrease, `validate=True`",
+            lambda: packed(cu_q=(0, 9, 8), validate=True),
+            "They are cumulative sums of lengths.",
+        ),
+        (
+            "a tensor as `max_seqlen_q`",
+            lambda: packed(longest=torch.tensor(5)),
+            "An upper bound does: the padded length, for instance.",
+        ),
+        ("a negative `max_seqlen_q`", lambda: packed(longest=-1), "An upper bound of the lengths."),
+        (
+            "a `max_seqlen` too small, `validate=True`",
+            lambda: packed(longest=4, validate=True),
+            "Give the longest length, or any bound above it.",
+        ),
+        ("`pack` of a vector", lambda: pack(zeros(3), torch.tensor([3])), "A batch axis and a token axis come first."),
+        ("`pack` with lengths for another batch", lambda: pack(zeros(2, 3), torch.tensor([3])), "One length per row."),
+        ("`pack` with a mask for lengths", lambda: pack(zeros(2, 3), torch.tensor([True, True])), "`mask.sum(1)`."),
+        (
+            "`pack` with a length above N",
+            lambda: pack(zeros(2, 3), torch.tensor([4, 1])),
+            "Lengths count tokens of a row.",
+        ),
+        (
+            "`unpack` into too short a batch",
+            lambda: unpack(zeros(8), torch.tensor([0, 5, 8]), 4),
+            "N of the padded batch.",
+        ),
+        (
+            "`unpack` of too few rows",
+            lambda: unpack(zeros(7), torch.tensor([0, 5, 8]), 5),
+            "Give the offsets that `pack` returned.",
+        ),
+    ],
+    "Where it runs": [
+        (
+            "fp32 on a GPU",
+            lambda: support.ask(80, torch.float32),
+            'Use bf16 or fp16, or autocast; `impl="reference"` computes fp32, slower.',
+        ),
+        ("a GPU older than Ampere", lambda: support.ask(75), 'Use SDPA there, or `impl="reference"`.'),
+        ("`impl='hopper'` on an A100", lambda: support.ask(80, impl="hopper"), '"auto" chooses by GPU.'),
+        (
+            "`impl='triton'` on CPU tensors",
+            lambda: support.ask(80, torch.float16, impl="triton", device="cpu"),
+            "See [On a CPU](cpu.md#the-real-kernels-without-a-gpu).",
+        ),
+        (
+            "`impl='triton'` on tensors elsewhere",
+            lambda: support.ask(80, impl="triton", device="meta"),
+            "NVIDIA GPUs and CPUs.",
+        ),
+        ("a gradient of a gradient", twice, "Use torch's MATH backend for that part."),
+    ],
+}
+
+
+def rows(section: str) -> list[list[str]]:
     """[what was done, the message, what to do].
 
     Raises:
         RuntimeError: one of the calls was accepted, so that the page would be wrong.
     """
     found = []
-    for what, call, advice in MISTAKES:
+    for what, mistake, advice in SECTIONS[section]:
         try:
-            answer = call()
-            message = answer.reason if isinstance(answer, support.Support) else ""
-            kind = "NotImplementedError"
+            answer = mistake()
+            message, kind = (answer.reason if isinstance(answer, support.Support) else ""), "NotImplementedError"
         except (TypeError, ValueError, NotImplementedError) as error:
             message, kind = str(error), type(error).__name__
         if not message:

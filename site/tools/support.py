@@ -54,7 +54,7 @@ def _modules() -> list[Any]:
 @contextmanager
 def on(capability: int) -> Iterator[None]:
     """Inside, every CUDA tensor lies on a GPU of this compute capability (80 for 8.0)."""
-    here = Target(capability, SHARED_MEMORY[capability])
+    here = Target(capability, SHARED_MEMORY.get(capability, min(SHARED_MEMORY.values())))
     with ExitStack() as stack:
         for module in _modules():
             stack.enter_context(mock.patch.object(module, "target_of", lambda device: here))

@@ -29,10 +29,8 @@ HEAD_DIM = 16
 
 @triton.jit
 def note(i, j, args, AT: tl.constexpr):
-    """Mark the tile that starts at the smallest i and j; args[AT:] = board, its columns, BLOCK_M, BLOCK_N."""
-    row = tl.min(tl.min(i, 1), 0) // args[AT + 2]
-    col = tl.min(tl.min(j, 1), 0) // args[AT + 3]
-    tl.store(args[AT] + row * args[AT + 1] + col, 1)
+    """Mark the tile of every score that is in hand; args[AT:] = board, its columns, BLOCK_M, BLOCK_N."""
+    tl.store(args[AT] + i // args[AT + 2] * args[AT + 1] + j // args[AT + 3], 1)
 
 
 @triton.jit
