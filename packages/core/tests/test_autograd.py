@@ -10,7 +10,7 @@ import torch
 import torch.autograd.forward_ad as fwad
 from torch.utils.checkpoint import checkpoint
 
-from flashtri_core import dispatch, flash_attn, flash_attn_varlen, target
+from flashtri_core import dispatch, flash_attn, flash_attn_varlen, ops, target
 from flashtri_core.testing.cases import CASES, inputs, problem_of
 from flashtri_core.testing.plugin import REFERENCE, lanes
 
@@ -217,24 +217,22 @@ def test_forward_mode_is_refused(lane):
         flash_attn(fwad.make_dual(q.detach(), torch.ones_like(q)), k, v, impl=lane.impl)
 
 
-@lanes()
 @pytest.mark.parametrize("default", [True, False])
-def test_deterministic_default(lane, default, monkeypatch):
+def test_deterministic_default(default, monkeypatch):
     """deterministic=None follows torch.are_deterministic_algorithms_enabled(); an explicit choice does not."""
     seen = []
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: default)
-    q, k, v = three(lane)
-    operator = torch.ops.flashtri.fwd
-    names = [a.name for a in operator.default._schema.arguments]
+    names = [a.name for a in torch.ops.flashtri.fwd.default._schema.arguments]
+    real = ops.attention
 
-    class Spy:
-        def fwd(self, *arguments):
-            seen.append(arguments[names.index("deterministic")])
-            return operator(*arguments)
+    def spy(*arguments):
+        seen.append(arguments[names.index("deterministic")])
+        return real(*arguments)
 
-    monkeypatch.setattr(torch.ops, "flashtri", Spy())
-    flash_attn(q, k, v, impl=lane.impl)
-    flash_attn(q, k, v, impl=lane.impl, deterministic=not default)
+    monkeypatch.setattr(ops, "attention", spy)
+    q = torch.randn(1, 1, 3, 8)
+    flash_attn(q, q, q)
+    flash_attn(q, q, q, deterministic=not default)
     assert seen == [default, not default]
 
 

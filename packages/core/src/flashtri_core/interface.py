@@ -59,7 +59,7 @@ def flash_attn(
         seqused_k: int32 (B,), keys in use per batch; keys behind it are invisible and "Nk" means this number.
         deterministic: None follows ``torch.are_deterministic_algorithms_enabled()``.
         return_lse: also return the log-sum-exp (B, Hq, Nq), natural logarithm, fp32, differentiable.
-        return_max_logits: also return the largest visible score per head, (Hq,) fp32, without gradient.
+        return_max_logits: also return the largest visible score (or sink) per head, (Hq,) fp32, without gradient.
         impl: "auto", "triton", "hopper" or "reference"; an explicit choice never falls back.
 
     Returns:

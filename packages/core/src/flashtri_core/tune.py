@@ -33,7 +33,7 @@ def candidates(kernel: str, problem: Problem, target: Target) -> list[Config]:
         for n in (32, 64, 128)
         for warps in (4, 8)
         for stages in (2, 3, 4)
-        if not (warps == 8 and m * n < 64 * 64)
+        if not (warps == 8 and m * n < 64 * 64) and not tuning.mixes_mma(kernel, Config(m, n, warps, stages), target)
     ]
     fitting = [c for c in found if tuning.shared_bytes(kernel, c, problem) <= target.shared_memory]
     shipped = tuning.choose(kernel, problem, target)
