@@ -59,13 +59,21 @@ def columns(head_dim: int) -> tuple[int, int]:
 
 
 def tiles(problem: Problem) -> ForwardConfig:
-    """Tile sizes and schedule for a problem."""
+    """Tile sizes and schedule for a problem, by the measurements in NOTES.md."""
     width = max(problem.head_dim, problem.head_dim_v)
     if width > 192:
-        return ForwardConfig(block_n=64, q_stages=1, overlap=False)
+        return ForwardConfig(block_n=64, q_stages=1, overlap=False)  # a second Q does not fit
     if width > 128:
         return ForwardConfig(block_n=64)
-    return ForwardConfig()
+    if width > 64:
+        return ForwardConfig(named_release=True)
+    if set(problem.features) <= {"gqa"} and problem.seqlen_q >= 1024:
+        return THREE_WARPGROUPS
+    return ForwardConfig(kv_stages=4)
+
+
+#: For D <= 64: more warpgroups hide more of one another's latency; their 160 registers do for plain full attention only.
+THREE_WARPGROUPS = ForwardConfig(block_m=192, warpgroups=3, consumer_regs=160, producer_regs=32)
 
 
 def specialise(config: ForwardConfig, problem: Problem) -> ForwardConfig:
