@@ -31,8 +31,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Start counting when a report is asked for."""
-    if config.getoption("--gpu-report") is not None:
+    """Start counting when a report is asked for; under pytest-xdist the controller counts, its workers do not."""
+    if config.getoption("--gpu-report") is not None and not hasattr(config, "workerinput"):
         config.pluginmanager.register(GpuReport(config), "gpu-report-writer")
 
 
