@@ -314,6 +314,7 @@ def step(
             keep = keep & (j < t.Nk)
         p = gl.where(keep, p, 0.0)
     p16 = gl.convert_layout(p.to(dtype), P_LAYOUT)
+    p = variant.score_grad(p, raw, args.score)  # linear in its first argument: applied here, no raw score stays alive
     if C.early_dv:
         dv = warpgroup_mma(p16, do, dv, is_async=True)
         dp = warpgroup_mma_wait(1, deps=(dp,))
@@ -322,7 +323,7 @@ def step(
         mbarrier.wait(bars.do_full.index(do_stage), do_phase)
         dp = warpgroup_mma_wait(0, deps=(dp,))
     delta = tiles.delta.index(do_stage).load(gl.SliceLayout(0, S_LAYOUT))
-    ds = variant.score_grad(p * (dp - delta[None, :]), raw, args.score).to(dtype)
+    ds = (p * (dp - delta[None, :])).to(dtype)
     ds16 = gl.convert_layout(ds, P_LAYOUT)
     if C.dq:
         tiles.ds.index(buffer * 2 + WG).store(ds)
@@ -427,7 +428,7 @@ def consumer(
 
 # ------------------------------------------------------------------------------------------------------------ kernel
 @gluon.jit(
-    do_not_specialize=["Nq", "Nk", "blocks", "batch_heads", "head_group", "heads", "group", "q_blocks"],
+    do_not_specialize=["Nq", "Nk", "blocks", "batch_heads", "head_group", "heads", "q_blocks"],  # group = 1 is worth a kernel
     do_not_specialize_on_alignment=["CU_Q", "CU_K", "USED_K"],
 )
 def attn_bwd_hopper(

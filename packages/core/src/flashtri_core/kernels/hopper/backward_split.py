@@ -153,11 +153,12 @@ def ds_of(
     if MASK:
         keep = keep & variant.keep(i, j, Nq, Nk, args.mask)
         p = gl.where(keep, p, 0.0)
+    slope = variant.score_grad(p, raw, args.score)  # linear in its first argument: applied here, no raw score stays alive
     gl.inline_asm_elementwise(PIN, PIN_OPERANDS, [p], dtype=gl.int8, is_pure=False, pack=32)
     mbarrier.wait(bars.k_full.index(k_stage), k_phase)  # known to be satisfied: a branch that keeps the wait below exp2
     dp = warpgroup_mma_wait(BEHIND, deps=(dp,))
     mbarrier.arrive(bars.v_empty.index(v_stage), count=1)
-    ds = variant.score_grad(p * (dp - delta[:, None]), raw, args.score)
+    ds = slope * (dp - delta[:, None])
     if MASK and (C.packed or C.used):
         ds = gl.where(keep, ds, 0.0)  # V of a foreign key may be NaN
     return gl.convert_layout(ds.to(tiles.k.dtype), P_LAYOUT)

@@ -21,8 +21,6 @@ from .common import Block, Constants, Launch, four_axes, tma_reason
 
 BLOCK_N = 128  # keys per thread block of the fused kernel
 
-#: Q, dO, K and V bytes of the heads that run side by side under a causal mask, when tiles come longest first.
-L2_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
@@ -73,9 +71,12 @@ def width(problem: Problem) -> int:
 
 def tiles(problem: Problem, deterministic: bool) -> BackwardConfig:
     """Tile sizes and schedule for a problem: the fastest measured on an H200 (NOTES_backward.md)."""
+    if width(problem) == 64 and problem.softcap > 0:  # tanh's gradient does not fit beside 128 rows of P, dP and dQ
+        return BackwardConfig(block_m=64, dq=False)
     if width(problem) == 64:
         return BackwardConfig(block_m=128, dq=not deterministic)
-    return BackwardConfig(block_m=64, early_dv=problem.mask_kind != "full" and not deterministic, dq=not deterministic)
+    third_q = problem.mask_kind == "full" and problem.seqlen_q >= 2048
+    return BackwardConfig(block_m=64, q_stages=3 if third_q else 2, dq=not deterministic)
 
 
 def specialise(config: BackwardConfig, problem: Problem) -> BackwardConfig:
@@ -169,8 +170,15 @@ def _tiling(problem: Problem, heads: int, rows: int, total: int, block: int) -> 
     return blocks, problem.batch * heads, blocks * problem.batch * heads
 
 
-def plan(problem: Problem, deterministic: bool, config: BackwardConfig | None = None, l2_bytes: int = L2_BYTES) -> Plan:
-    """Grids and sizes; ``config`` None means the shipped choice."""
+def l2_bytes_of(problem: Problem) -> int:
+    """Q, dO, K and V bytes of the heads that run side by side when tiles come longest first; measured best."""
+    return (8 if width(problem) == 64 or problem.seqlen_q <= 1024 else 32) << 20
+
+
+def plan(
+    problem: Problem, deterministic: bool, config: BackwardConfig | None = None, l2_bytes: int | None = None
+) -> Plan:
+    """Grids and sizes; None means the shipped choice."""
     key = (problem, deterministic, config, l2_bytes)
     found = _plans.get(key)
     if found is not None:
@@ -184,7 +192,7 @@ def plan(problem: Problem, deterministic: bool, config: BackwardConfig | None = 
     def together(batch_heads: int, rows: int) -> int:
         if problem.mask_kind == "full":
             return 1
-        return max(1, min(batch_heads, l2_bytes // max(1, rows * row_bytes)))
+        return max(1, min(batch_heads, (l2_bytes or l2_bytes_of(problem)) // max(1, rows * row_bytes)))
 
     blocks, second, grid = _tiling(problem, keys, problem.seqlen_k, problem.total_k, BLOCK_N)
     side = together(second, group * problem.seqlen_q)
@@ -265,7 +273,19 @@ def dq_arguments(
 
 
 # ------------------------------------------------------------------------------------------------------------- launch
-_launches: dict[tuple[Any, ...], Any] = {}
+@dataclass
+class Ready:
+    """The compiled kernels of one kind of call, with the arguments of recent addresses."""
+
+    plan: Plan
+    launches: list[Any]
+    flat: dict[tuple[Any, ...], list[tuple[Any, ...]]]
+
+
+#: By everything that a call's arguments depend on except addresses. A workload of ever-new shapes starts over at the
+#: limit; what it pays is Triton's own binding, about 0.1 ms a kernel, not a compilation.
+_ready: dict[tuple[Any, ...], Ready] = {}
+_LIMIT = 1024
 
 
 def for_triton(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -280,30 +300,42 @@ def _descriptor(block: Block) -> TensorDescriptor:
     return TensorDescriptor(block.tensor, list(block.shape), list(block.strides), list(block.box), layout)
 
 
-def _specialised(arg: Any) -> Any:
-    """What Triton specialises an argument on: integers by value, tensors by type and alignment, floats not."""
+def _addresses(arg: Any) -> Any:
+    """Tensors as addresses, so that keeping arguments keeps no memory."""
     if isinstance(arg, Tensor):
-        return arg.dtype, arg.data_ptr() & 15 == 0
-    if type(arg) is Block:
-        return arg.tensor.dtype, arg.box
-    if isinstance(arg, tuple):
-        return tuple(map(_specialised, arg))
-    return float if type(arg) is float else arg
+        return arg.data_ptr()
+    return tuple(map(_addresses, arg)) if isinstance(arg, tuple) else arg
 
 
-def _launch(kernel: Any, grid: int, arguments: tuple[Any, ...], device: torch.device) -> None:
-    key = (device.index, kernel.__name__, *map(_specialised, arguments))
-    launch = _launches.get(key)
-    if launch is None:
-        if len(_launches) >= _PLAN_LIMIT:
-            _launches.clear()
-        compiled = kernel[(grid,)](*for_triton(arguments), num_warps=4)
-        has_blocks = any(type(arg) is Block for arg in arguments)
-        _launches[key] = Launch(compiled) if has_blocks else compiled
-    elif type(launch) is not Launch:
-        launch[(grid, 1, 1)](*arguments)
-    elif not launch.run(grid, device.index, launch.flatten(arguments)):
-        launch.compiled[(grid, 1, 1)](*for_triton(arguments))
+class _Plain:
+    """A compiled kernel without descriptors, launched as a :class:`.Launch` is."""
+
+    def __init__(self, compiled: Any) -> None:
+        self.compiled = compiled
+
+    def flatten(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(map(_addresses, arguments))
+
+    def run(self, grid: int, device: int, flat: tuple[Any, ...]) -> bool:
+        self.compiled[(grid, 1, 1)](*flat)
+        return True
+
+
+def jobs(
+    p: Plan, problem: Problem, do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    extras: Extras, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, stats: Tensor, acc: Tensor | None,
+    delta_rows: Tensor | None,
+) -> list[tuple[Any, int, tuple[Any, ...]]]:  # fmt: skip
+    """(kernel, grid, arguments) of every launch of one backward, in order."""
+    before = before_arguments(p, problem, do, dlse, out, lse, extras, stats, delta_rows, acc)
+    found: list[tuple[Any, int, tuple[Any, ...]]] = [(attn_bwd_before_kernel, p.stat_blocks, before)]
+    if dk is not None and dv is not None:
+        found.append((attn_bwd_hopper, p.grid, fused_arguments(p, problem, do, q, k, v, stats, dk, dv, acc, extras)))
+    if dq is not None and acc is not None:
+        found.append((attn_bwd_after_kernel, p.stat_blocks, after_arguments(p, problem, extras, acc, dq)))
+    elif dq is not None:
+        found.append((attn_bwd_dq_hopper, p.dq_grid, dq_arguments(p, problem, do, q, k, v, stats, dq, extras)))
+    return found
 
 
 def backward(
@@ -324,41 +356,57 @@ def backward(
     *,
     deterministic: bool = False,
     config: BackwardConfig | None = None,
-    l2_bytes: int = L2_BYTES,
+    l2_bytes: int | None = None,
 ) -> None:
     """Fill the gradients that are not None (dk and dv come together); the call must pass :func:`supports`.
 
     ``deterministic`` takes the split kernels, and so does a call that wants only dQ or only dK and dV. Memory beyond the
     gradients: 8 bytes per query row, and in the fused path 4 bytes per element of dQ.
+
+    Raises:
+        NotImplementedError: ``dbias`` is wanted.
     """
     if dbias is not None:
         raise NotImplementedError("attn_bias has no Hopper backward; supports() says so")
+    device = q.device
+    if device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            backward(problem, do, dlse, q, k, v, out, lse, extras, dq, dk, dv, dsink, deterministic=deterministic,
+                     config=config, l2_bytes=l2_bytes)  # fmt: skip
+        return
     if tma_reason("do", do):
         do = do.contiguous()
-    device = q.device
-    with torch.cuda.device(device):
-        _backward(problem, do, dlse, q, k, v, out, lse, extras, dq, dk, dv, dsink, deterministic, config, l2_bytes)
-
-
-def _backward(
-    problem: Problem, do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    extras: Extras, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, dsink: Tensor | None, deterministic: bool,
-    config: BackwardConfig | None, l2_bytes: int,
-) -> None:  # fmt: skip
-    device = q.device
-    p = plan(problem, deterministic or dq is None or dk is None, config, l2_bytes)
+    split = deterministic or dq is None or dk is None
+    given = (do, dlse, q, k, v, out, lse, dq, dk, dv, *extras)
+    addresses = [0 if x is None else x.data_ptr() for x in given]
+    layouts = [None if x is None else x.stride() for x in given]
+    key = (problem, device.index, split, config, l2_bytes, dsink is None, *layouts, *[a & 15 for a in addresses])
+    ready = _ready.get(key)
+    p = plan(problem, split, config, l2_bytes) if ready is None else ready.plan
     rows = p.stat_blocks * p.config.block_m
     stats = torch.empty((2, rows), dtype=torch.float32, device=device)
     acc = torch.empty(rows * p.config.d, dtype=torch.float32, device=device) if p.config.dq else None
     delta_rows = torch.empty_like(lse) if dsink is not None else None
-    before = before_arguments(p, problem, do, dlse, out, lse, extras, stats, delta_rows, acc)
-    _launch(attn_bwd_before_kernel, p.stat_blocks, before, device)
+    tensors = (do, dlse, q, k, v, out, lse, extras, dq, dk, dv, stats, acc, delta_rows)
+    if ready is None:
+        if len(_ready) >= _LIMIT:
+            _ready.clear()
+        launches: list[Any] = []
+        for kernel, grid, arguments in jobs(p, problem, *tensors):
+            compiled = kernel[(grid,)](*for_triton(arguments), num_warps=4)
+            launches.append(Launch(compiled) if compiled.metadata.tensordesc_meta else _Plain(compiled))
+        _ready[key] = Ready(p, launches, {})
+    else:
+        scratch = [0 if x is None else x.data_ptr() for x in (stats, acc, delta_rows)]
+        where = (*addresses, *scratch)
+        calls = ready.flat.get(where)
+        if calls is None:
+            if len(ready.flat) >= _LIMIT:
+                ready.flat.clear()
+            todo = zip(ready.launches, jobs(p, problem, *tensors), strict=True)
+            calls = ready.flat[where] = [(launch, grid, launch.flatten(args)) for launch, (_kernel, grid, args) in todo]
+        for number, (launch, grid, flat) in enumerate(calls):
+            if not launch.run(grid, device.index, flat):  # Triton's launcher is not as expected: its own path serves
+                launch.compiled[(grid, 1, 1)](*for_triton(jobs(p, problem, *tensors)[number][2]))
     if dsink is not None and delta_rows is not None and extras.learnable_sink is not None:
         dsink.copy_(sink.gradient(extras.learnable_sink, lse, delta_rows, lse.dim() - 2))
-    if dk is not None and dv is not None:
-        arguments = fused_arguments(p, problem, do, q, k, v, stats, dk, dv, acc, extras)
-        _launch(attn_bwd_hopper, p.grid, arguments, device)
-    if dq is not None and acc is not None:
-        _launch(attn_bwd_after_kernel, p.stat_blocks, after_arguments(p, problem, extras, acc, dq), device)
-    elif dq is not None:
-        _launch(attn_bwd_dq_hopper, p.dq_grid, dq_arguments(p, problem, do, q, k, v, stats, dq, extras), device)
