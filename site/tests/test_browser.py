@@ -440,6 +440,10 @@ def test_benchmark_filters_and_charts(watch: Watch) -> None:
     for name in ("d", "mask", "op", "impl"):
         page.select_option(f"[data-filter={name}]", "")
     assert page.locator("#bench-table tbody tr").count() == len(data["rows"])
+    table = page.inner_text("#bench-table")
+    assert "2 µs of host time" in table
+    assert "with warm caches 1 s" in table
+    assert "absent: not installed" in page.text_content("#bench-skipped")
     assert "Imaginary GPU" in page.inner_text("#bench-runs")
 
 

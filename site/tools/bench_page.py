@@ -53,11 +53,14 @@ def page_data(document: dict[str, Any]) -> dict[str, Any]:
             }
         elif row["metric"] == "error":
             flat |= {"inputs": row["error"]["inputs"]} | {t: row["error"][t]["rmse"] for t in ("out", "dq", "dk", "dv")}
+        elif row["metric"] == "host":
+            flat |= {"us": row["host_us"]["p50"]}
         else:
-            continue  # host time and first call are tables of their own in the bench package's report
+            flat |= row["first_call_s"]
         rows.append(flat)
     runs = [
         {name: run[name] for name in ("id", "started_at", "commit", "command", "environment", "protocol", "ceilings")}
         for run in document["runs"]
     ]
-    return {"runs": runs, "rows": rows}
+    skipped = [{name: skip[name] for name in ("case", "op", "impl", "reason")} for skip in document["skipped"]]
+    return {"runs": runs, "rows": rows, "skipped": skipped}

@@ -2,7 +2,7 @@
 "use strict";
 (async () => {
   const root = document.getElementById("bench");
-  const { runs, rows } = await (await fetch(root.dataset.results)).json();
+  const { runs, rows, skipped } = await (await fetch(root.dataset.results)).json();
   const empty = document.getElementById("bench-empty");
   if (empty) empty.hidden = rows.length > 0;
   root.hidden = rows.length === 0;
@@ -129,6 +129,8 @@
     const result = (r) =>
       r.metric === "time" ? `${r.tflops ? `${r.tflops} TFLOP/s, ` : ""}${r.ms} ms`
       : r.metric === "memory" ? (r.oom ? `out of memory under ${size(r.cap)}` : size(r.bytes))
+      : r.metric === "host" ? `${r.us} µs of host time per call`
+      : r.metric === "first_call" ? `first call ${r.cold} s, with warm caches ${r.warm} s`
       : `RMSE out ${r.out}, dQ ${r.dq}, dK ${r.dk}, dV ${r.dv} (${r.inputs} inputs)`;
     const body = shown.map((r) => {
       const line = document.createElement("tr");
@@ -150,5 +152,8 @@
       return list;
     }));
   }
+  document.getElementById("bench-skipped").replaceChildren(...skipped.map((s) =>
+    Object.assign(document.createElement("li"), { textContent: `${s.case}, ${OPS[s.op] || s.op}, ${s.impl}: ${s.reason}` })));
+  document.getElementById("bench-skipped").parentElement.hidden = skipped.length === 0;
   show();
 })();
