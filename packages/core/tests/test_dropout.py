@@ -40,8 +40,7 @@ if HAS_TRITON:
 
     @jit
     def keep_kernel(OUT, rng, levels, z, h, m0, n0, M: tl.constexpr, N: tl.constexpr):
-        i, j = m0 + tl.arange(0, M)[:, None], n0 + tl.arange(0, N)[None, :]
-        keep = dropout_keep_tile(z, h, i, j, (rng, levels))
+        keep = dropout_keep_tile(z, h, m0, n0, (rng, levels), M, N)
         tl.store(OUT + tl.arange(0, M)[:, None] * N + tl.arange(0, N)[None, :], keep.to(tl.int8))
 
     dropout_keep_tile = dropout.keep_tile

@@ -75,7 +75,9 @@ def test_choice_is_a_function_of_the_problem():
         "import torch; print([tuning.choose(k, Problem(1, 4, 4, n, n, d, d, torch.half, 1.0, causal=c), Target(90, 232448)) "
         "for k in ('fwd', 'dkdv', 'dq') for n in (100, 5000) for d in (64, 128) for c in (True, False)])"
     )
-    first, second = (subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(2))
+    first, second = (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(2)
+    )
     assert "Config" in first.stdout and first.stdout == second.stdout
 
 
@@ -84,7 +86,9 @@ def test_few_configs_for_many_lengths():
     lengths = random.Random(0).sample(range(1000, 2001), 50)
     for kernel in KERNELS:
         for causal in (True, False):
-            chosen = {tuning.choose(kernel, problem(128, n=n, causal=causal), Target(90, SHARED_MEMORY[90])) for n in lengths}
+            chosen = {
+                tuning.choose(kernel, problem(128, n=n, causal=causal), Target(90, SHARED_MEMORY[90])) for n in lengths
+            }
             assert len(chosen) <= 2
 
 
@@ -190,7 +194,9 @@ def test_candidates_fit_and_hold_the_shipped_one():
 
 
 def test_the_interpreter_ignores_tables(own_cache):
-    table(own_cache, INTERPRETER).write_text('{"fwd": [{"config": {"BLOCK_M": 256, "BLOCK_N": 16, "num_warps": 1, "num_stages": 1}}]}')
+    table(own_cache, INTERPRETER).write_text(
+        '{"fwd": [{"config": {"BLOCK_M": 256, "BLOCK_N": 16, "num_warps": 1, "num_stages": 1}}]}'
+    )
     assert tuning.choose("fwd", problem(64), INTERPRETER).BLOCK_M == 32
 
 
@@ -234,7 +240,11 @@ def test_any_tile_covers_everything(kernel, m, n, monkeypatch, poisoned):
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_every_shipped_config_is_right_and_repeats(kernel, d, monkeypatch, poisoned):
     """Rows 82, 126: each config forced in turn is within budget, writes every row, and gives the same bits 20 times."""
-    target = Target(90, SHARED_MEMORY[90]) if torch.cuda.get_device_capability() == (9, 0) else dispatch.target_of(torch.device("cuda"))
+    target = (
+        Target(90, SHARED_MEMORY[90])
+        if torch.cuda.get_device_capability() == (9, 0)
+        else dispatch.target_of(torch.device("cuda"))
+    )
     case = Case("config", heads=(4, 2), nq=1024, nk=1024, d=d, causal=True)
     given = cases.inputs(case, torch.bfloat16, "cuda")
     right, eager = cases.exact(given), cases.exact(given, torch.bfloat16)

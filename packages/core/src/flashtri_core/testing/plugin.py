@@ -90,6 +90,14 @@ def unable(item: pytest.Item) -> str:
     return ""
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The interpreter computes in numpy, which warns where a GPU overflows in silence; results are judged, not that."""
+    for item in items:
+        if item.get_closest_marker("interpreter"):
+            for words in ("overflow encountered", "invalid value encountered"):
+                item.add_marker(pytest.mark.filterwarnings(f"ignore:{words}:RuntimeWarning"))
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip what this process cannot run, with the reason."""
     reason = unable(item)
