@@ -38,6 +38,8 @@ def choose(problem: Problem, device: torch.device, impl: str) -> Support:
     if impl == "triton":
         return Support(not reason, reason, "" if reason else "triton")
     hopper_reason = hopper_forward_reason(problem, device)
+    if impl == "auto":
+        hopper_reason = hopper_reason or unproven_on_hopper(problem)
     if not hopper_reason:
         return Support(True, "", "hopper")
     if impl == "hopper":
@@ -63,6 +65,26 @@ def hopper_forward_reason(problem: Problem, device: torch.device) -> str:
     from .kernels.hopper import launch_forward
 
     return launch_forward.problem_reason(problem, device)
+
+
+#: (head_dim, head_dim_v) that GPU runs of the Hopper kernels have checked against the reference.
+PROVEN_FORWARD = ((64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256))
+PROVEN_BACKWARD = ((64, 64), (128, 128))
+
+
+def unproven_on_hopper(problem: Problem, backward: bool = False) -> str:
+    """Why ``impl="auto"`` does not take a Hopper kernel that would accept this problem; empty when it does.
+
+    Auto takes the Gluon kernels where a GPU run has checked outputs and every gradient against the reference: dense full
+    and causal attention (GQA, ragged and unequal lengths, any strides) at the head dimensions above. ``impl="hopper"``
+    asks for the rest by name.
+    """
+    beside = [name for name in problem.features if name not in ("causal", "gqa")]
+    if (problem.head_dim, problem.head_dim_v) not in (PROVEN_BACKWARD if backward else PROVEN_FORWARD):
+        beside.append(f"head dimensions {problem.head_dim} and {problem.head_dim_v}")
+    if beside:
+        return f"the Hopper kernels have not been checked on a GPU with {', '.join(beside)}; impl='hopper' asks for them"
+    return ""
 
 
 def require(problem: Problem, device: torch.device, impl: str) -> str:
@@ -111,6 +133,7 @@ def backward_plan(
         from .kernels.hopper import launch_backward
 
         ok, reason = launch_backward.supports(problem, q, k, v, dq, dk, dv)
+        ok = ok and (impl == "hopper" or not unproven_on_hopper(problem, backward=True))
         if ok:
             return partial(launch_backward.backward, problem, deterministic=deterministic)
         if impl == "hopper":

@@ -44,14 +44,14 @@ def attn_bwd_delta_kernel(
 @jit
 def p_and_ds(
     s_dot, dp_dot, lse_log2, delta, z, h, start_m, start_n, i, j, Nq, Nk, variant, args, mask, unit_log2,
-    EDGE: tl.constexpr, HAS_MASK: tl.constexpr,
+    EDGE: tl.constexpr, RAGGED: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
     """From the products QK^T and dO V^T to (p for dV, dS, dqk), tile by tile; dqk still lacks softmax_scale.
 
     All tiles are [BLOCK_M, BLOCK_N]; lse and delta are columns.
     """
     raw = variant.score(s_dot, args.score)
-    s = masked_scores(raw, z, h, i, j, Nq, Nk, variant, args, mask, EDGE, HAS_MASK)
+    s = masked_scores(raw, z, h, i, j, Nq, Nk, variant, args, mask, EDGE, RAGGED, HAS_MASK)
     p = p_from_lse(s, lse_log2, unit_log2)
     ds = ds_from_p(p, variant.drop(dp_dot, z, h, start_m, start_n, args.drop), delta)
     return variant.drop(p, z, h, start_m, start_n, args.drop), ds, variant.score_grad(ds, raw, args.score)
@@ -105,7 +105,7 @@ def attn_bwd_dkdv_kernel(
                     p, ds, dqk = p_and_ds(
                         tl.dot(q, tl.trans(k)), tl.dot(do, tl.trans(v)), pivot_of(lse)[:, None], delta[:, None],
                         z, h, start_m, start_n, offs_m[:, None], offs_n[None, :], Nq, Nk,
-                        variant, args, mask, unit_log2, span != 1, HAS_MASK,
+                        variant, args, mask, unit_log2, span != 1, True, HAS_MASK,
                     )  # fmt: skip
                     dv = tl.dot(tl.trans(p.to(do.dtype)), do, dv)
                     dk = tl.dot(tl.trans(dqk.to(q.dtype)), q, dk)
@@ -161,7 +161,7 @@ def attn_bwd_dq_kernel(
                 p, ds, dqk = p_and_ds(
                     tl.dot(q, tl.trans(k)), tl.dot(do, tl.trans(v)), lse_log2[:, None], delta[:, None],
                     z, h, start_m, start_n, offs_m[:, None], offs_n[None, :], Nq, Nk,
-                    variant, args, mask, unit_log2, span != 1, HAS_MASK,
+                    variant, args, mask, unit_log2, span != 1, span != 1, HAS_MASK,
                 )  # fmt: skip
                 dq = tl.dot(dqk.to(k.dtype), k, dq)
     store_rows(head_base(DQ, stride_dq, zb, h, q_row0), stride_dq, start_m, Nq, dq * softmax_scale, HEAD_DIM, BLOCK_M, BLOCK_D)
@@ -220,7 +220,7 @@ def attn_bwd_dbias_kernel(
                         p, ds, dqk = p_and_ds(
                             tl.dot(q, tl.trans(k)), tl.dot(do, tl.trans(v)), pivot_of(lse)[:, None], delta[:, None],
                             z, h, start_m, start_n, offs_m[:, None], offs_n[None, :], nq, nk,
-                            variant, args, mask, unit_log2, True, HAS_MASK,
+                            variant, args, mask, unit_log2, True, True, HAS_MASK,
                         )  # fmt: skip
                         db += ds
     # the bias's own rows and columns: a broadcast axis was summed inside the tile as well

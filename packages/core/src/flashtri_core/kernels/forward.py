@@ -15,14 +15,19 @@ from .tiles import head_base, load_rows, store_rows
 
 
 @jit
-def masked_scores(s, z, h, i, j, Nq, Nk, variant, args, mask, EDGE: tl.constexpr, HAS_MASK: tl.constexpr):
-    """Add the biases, hide what the mask hides: s [BLOCK_M, BLOCK_N] with -inf where the key is not visible."""
+def masked_scores(
+    s, z, h, i, j, Nq, Nk, variant, args, mask, EDGE: tl.constexpr, RAGGED: tl.constexpr, HAS_MASK: tl.constexpr
+):
+    """Add the biases, hide what the mask hides: s [BLOCK_M, BLOCK_N] with -inf where the key is not visible.
+
+    EDGE: the tile needs the positional mask. RAGGED: it may reach past Nk, where a bias has no entries to read.
+    """
     s = variant.alibi(s, z, h, i, j, Nq, Nk, args.alibi)
-    s = variant.bias(s, z, h, i, j, Nq, Nk, args.bias, EDGE)
+    s = variant.bias(s, z, h, i, j, Nq, Nk, args.bias, RAGGED)
     if EDGE:
         s = tl.where(variant.keep(i, j, Nq, Nk, args.mask) & (j < Nk), s, float("-inf"))
     if HAS_MASK:
-        s = tl.where(visible(z, h, i, j, Nq, Nk, mask, EDGE), s, float("-inf"))
+        s = tl.where(visible(z, h, i, j, Nq, Nk, mask, RAGGED), s, float("-inf"))
     return s
 
 
@@ -71,7 +76,7 @@ def attn_fwd_kernel(
                 k = load_rows(k_base, stride_k, start_n, Nk, HEAD_DIM, BLOCK_N, BLOCK_D, span != 1)  # [BLOCK_N, BLOCK_D]
                 s = variant.score(tl.dot(q, tl.trans(k)), args.score)  # [BLOCK_M, BLOCK_N]
                 i, j = offs_m[:, None], offs_n[None, :]
-                s = masked_scores(s, z, h, i, j, Nq, Nk, variant, args, mask, span != 1, HAS_MASK)
+                s = masked_scores(s, z, h, i, j, Nq, Nk, variant, args, mask, span != 1, span != 1, HAS_MASK)
                 acc, m_i, l_i, p = online_softmax_step(acc, m_i, l_i, s, unit_log2)
                 p = variant.drop(p, z, h, start_m, start_n, args.drop)
                 v = load_rows(v_base, stride_v, start_n, Nk, HEAD_DIM_V, BLOCK_N, BLOCK_DV, span != 1)  # [BLOCK_N, BLOCK_DV]
