@@ -170,7 +170,7 @@ def test_supports():
 
 @pytest.mark.skipif(INTERPRETED, reason="TRITON_INTERPRET=1 is set: CPU tensors do run on the kernels")
 def test_an_explicit_impl_never_falls_back():
-    """impl="triton" on CPU tensors without the interpreter says what to do; it does not quietly compute otherwise."""
+    """Row 119: impl="triton" on CPU tensors without the interpreter says what to do; it does not quietly compute otherwise."""
     q = torch.zeros(1, 2, 3, 8, dtype=torch.half)
     with pytest.raises(
         NotImplementedError,
