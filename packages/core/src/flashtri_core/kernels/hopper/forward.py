@@ -501,14 +501,14 @@ def producer(
                 q_descs, zb, h, q_row0 + start_m + w * M, bars.q_full.index(stage), tiles.q, stage, M, C.d, C.d_tail
             )
         count += 1
+        # look for the next tile now: the counter's and the search's latency pass under this tile's work
+        tile, z, h, start_m, q_row0, k_row0, Nq, Nk = find_tile(
+            next_tile(tile, COUNTER, C), sizes, CU_Q, CU_K, USED_K, COUNTER, C
+        )
         for block in range(last - 2, first - 1, -1):
             load_k(k_descs, zb, hk, row0, block, count, tiles, bars, C)
             load_v(v_descs, zb, hk, row0, block + 1, count - 1, tiles, bars, C)
             count += 1
-        # The counter and the search take about a microsecond: look for the next tile while two blocks are still to be used.
-        tile, z, h, start_m, q_row0, k_row0, Nq, Nk = find_tile(
-            next_tile(tile, COUNTER, C), sizes, CU_Q, CU_K, USED_K, COUNTER, C
-        )
         load_v(v_descs, zb, hk, row0, first, count - 1, tiles, bars, C)
         turn += 1
     if C.q_stages > 1:
