@@ -44,8 +44,16 @@ def attn_bwd_before_kernel(
     seen = start + offs_m < rows
     tile = seen[:, None] & (offs_d < HEAD_DIM_V)
     line = (row0 + offs_m).to(tl.int64)[:, None]
-    o = tl.load(O + z.to(tl.int64) * stride_o[0] + h.to(tl.int64) * stride_o[1] + tl.multiple_of(line * stride_o[2], [1, 8]) + offs_d, mask=tile, other=0.0)
-    do = tl.load(DO + z.to(tl.int64) * stride_do[0] + h.to(tl.int64) * stride_do[1] + tl.multiple_of(line * stride_do[2], [1, 8]) + offs_d, mask=tile, other=0.0)
+    o = tl.load(
+        O + z.to(tl.int64) * stride_o[0] + h.to(tl.int64) * stride_o[1]
+        + tl.multiple_of(line * stride_o[2], [1, 8]) + offs_d,
+        mask=tile, other=0.0,
+    )  # fmt: skip
+    do = tl.load(
+        DO + z.to(tl.int64) * stride_do[0] + h.to(tl.int64) * stride_do[1]
+        + tl.multiple_of(line * stride_do[2], [1, 8]) + offs_d,
+        mask=tile, other=0.0,
+    )  # fmt: skip
     if DQ_ACC is not None:
         zeros = DQ_ACC + pid * (BLOCK_M * BLOCK_D) + tl.arange(0, BLOCK_M * BLOCK_D)
         tl.store(zeros, tl.zeros([BLOCK_M * BLOCK_D], tl.float32))
@@ -84,5 +92,8 @@ def attn_bwd_after_kernel(
     offs_m = tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)[None, :]
     line = (row0 + offs_m).to(tl.int64)[:, None]
-    ptrs = DQ + z.to(tl.int64) * stride_dq[0] + h.to(tl.int64) * stride_dq[1] + tl.multiple_of(line * stride_dq[2], [1, 8]) + offs_d
+    ptrs = (
+        DQ + z.to(tl.int64) * stride_dq[0] + h.to(tl.int64) * stride_dq[1]
+        + tl.multiple_of(line * stride_dq[2], [1, 8]) + offs_d
+    )  # fmt: skip
     tl.store(ptrs, dq.to(DQ.dtype.element_ty), mask=(start + offs_m < rows)[:, None] & (offs_d < HEAD_DIM))
