@@ -61,13 +61,13 @@ def test_random_call(lane, poisoned):
 
 @lanes(REFERENCE)
 def test_random_low_precision_call(lane):
-    """The chunked path on float16, bfloat16 and float32 tensors, within same-dtype eager's error."""
+    """The chunked path on float16 and bfloat16 tensors, within same-dtype eager's error."""
 
     @settings(max_examples=30, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
     @given(
-        case=random_case(),
+        case=random_case(16),
         seed=st.integers(0, 1000),
-        dtype=st.sampled_from([torch.half, torch.bfloat16, torch.float32]),
+        dtype=st.sampled_from([torch.half, torch.bfloat16]),
     )
     def property_holds(case, seed, dtype):
         made = inputs(case, dtype, "cpu", seed)

@@ -294,7 +294,9 @@ def exact(given: Inputs, dtype: torch.dtype = torch.float64, backward: bool = Tr
     if backward:
         ways = [given.do.to(dtype), given.dlse.to(dtype).masked_fill(lse == float("-inf"), 0.0)]
         leaves = [t[n] for n in given.differentiable]
-        grads = torch.autograd.grad((out, lse), leaves, ways, allow_unused=True)
+        grads: tuple[Tensor | None, ...] = (None,) * len(leaves)
+        if out.requires_grad:  # a pack without a single row depends on nothing
+            grads = torch.autograd.grad((out, lse), leaves, ways, allow_unused=True)
         for name, leaf, grad in zip(given.differentiable, leaves, grads, strict=True):
             results[GRADS[name]] = torch.zeros_like(leaf) if grad is None else grad
     return results
