@@ -13,12 +13,12 @@ from flashtri_core.problem import Extras, Problem
 from flashtri_core.reference import eager_attention
 
 triton = pytest.importorskip("triton", reason="Triton exists on Linux only")
-from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import get_ptxas
-from triton.runtime import driver
+from triton.backends.compiler import GPUTarget  # noqa: E402  (behind the check for Triton)
+from triton.backends.nvidia.compiler import get_ptxas  # noqa: E402  (behind the check for Triton)
+from triton.runtime import driver  # noqa: E402  (behind the check for Triton)
 
-from flashtri_core.kernels.hopper import common
-from flashtri_core.kernels.hopper import launch_forward as hopper
+from flashtri_core.kernels.hopper import common  # noqa: E402  (behind the check for Triton)
+from flashtri_core.kernels.hopper import launch_forward as hopper  # noqa: E402  (behind the check for Triton)
 
 HEAD_DIMS = [(64, 64), (96, 96), (128, 128), (192, 192), (256, 256), (192, 128)]
 SMEM_LIMIT = 232448

@@ -83,7 +83,9 @@ def unproven_on_hopper(problem: Problem, backward: bool = False) -> str:
     if (problem.head_dim, problem.head_dim_v) not in (PROVEN_BACKWARD if backward else PROVEN_FORWARD):
         beside.append(f"head dimensions {problem.head_dim} and {problem.head_dim_v}")
     if beside:
-        return f"the Hopper kernels have not been checked on a GPU with {', '.join(beside)}; impl='hopper' asks for them"
+        return (
+            f"the Hopper kernels have not been checked on a GPU with {', '.join(beside)}; impl='hopper' asks for them"
+        )
     return ""
 
 

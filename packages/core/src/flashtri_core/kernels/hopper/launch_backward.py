@@ -11,7 +11,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...problem import Extras, Problem
-from ...target import target_of
 from ...variants import MASKS, assemble, sink
 from . import launch_forward
 from .backward import attn_bwd_hopper
