@@ -84,12 +84,15 @@ def cache_path(target: Target) -> Path:
 
 @cache
 def read_table(path: Path) -> dict[str, list[dict[str, Any]]]:
-    """A tuned table; empty when there is none or it cannot be read, since the shipped one then serves."""
+    """A tuned table; empty when there is none or it is not one, since the shipped table then serves."""
     try:
         table = json.loads(path.read_text())
-    except (OSError, ValueError):
+        for entries in table.values():
+            for rule in entries:
+                Config(**rule["config"])
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return {}
-    return table if isinstance(table, dict) else {}
+    return table  # type: ignore[no-any-return]
 
 
 def forget() -> None:
