@@ -28,8 +28,9 @@ SPILLS = {"dkdv": 2200}
 FEATURE_SPILLS = {
     "bias": {"fwd": 2500, "dkdv": 2200, "dq": 64, "dbias": 13500},
     "bias_of_keys": {"fwd": 2500, "dkdv": 2200, "dq": 64, "dbias": 13500},
-    "mask": {"fwd": 28000, "dkdv": 2200, "dq": 64},
-    "everything": {"fwd": 14000, "dkdv": 3000, "dq": 1200, "dbias": 6000},
+    "mask": {"fwd": 28000, "dkdv": 2200, "dq": 256},
+    "dropout": {"fwd": 64, "dkdv": 2500, "dq": 64},
+    "everything": {"fwd": 14000, "dkdv": 5400, "dq": 3100, "dbias": 6000},
 }
 
 
