@@ -196,6 +196,7 @@ def test_three_warpgroups_compile(sm90):
     assert_good(*compile_for(p, Extras(), tensors), spill_bytes=0 if triton.__version__ < "3.7" else 4 * FEW_WORDS)
 
 
+@pytest.mark.slow  # minutes; not yet run to the end on Triton 3.9
 @pytest.mark.aot
 @pytest.mark.parametrize("mask", ["full", "causal", "window"])
 @pytest.mark.parametrize(("d", "dv"), HEAD_DIMS, ids=str)
@@ -218,6 +219,7 @@ FEATURES = {
 }
 
 
+@pytest.mark.slow  # minutes; not yet run to the end on Triton 3.9
 @pytest.mark.aot
 @pytest.mark.parametrize("d", [64, 128, 256])
 @pytest.mark.parametrize("name", FEATURES)
@@ -229,6 +231,7 @@ def test_features_compile(sm90, name, d):
     assert_good(*compile_for(p, extras, tensors), spill_bytes=FEW_WORDS)
 
 
+@pytest.mark.slow  # minutes; not yet run to the end on Triton 3.9
 @pytest.mark.aot
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("d", [64, 96, 128, 192, 256])

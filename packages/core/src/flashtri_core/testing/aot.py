@@ -12,7 +12,6 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -87,12 +86,10 @@ class StubDriver:
 
 def resources(kernel: Any, capability: int) -> Compiled:
     """Assemble a compiled kernel's PTX with ``ptxas -v`` and read its report."""
-    import triton
+    from triton.backends.nvidia.compiler import get_ptxas
 
     suffix = "a" if capability >= 90 else ""
-    ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
-    if capability >= 100 and ptxas.with_name("ptxas-blackwell").exists():
-        ptxas = ptxas.with_name("ptxas-blackwell")
+    ptxas = get_ptxas(capability).path  # Triton ships two, for different versions of PTX
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as handle:
         handle.write(kernel.asm["ptx"])
         handle.flush()
