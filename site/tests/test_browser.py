@@ -24,6 +24,12 @@ SITE = Path(os.environ.get("FLASHTRI_SITE", ROOT / "build" / "site"))
 PREFIX = "/some/sub/path/"  # where the site is served: it must not care
 AXE = (HERE / "vendor" / "axe" / "axe.min.js").read_text(encoding="utf-8")
 RULES = "['wcag2a', 'wcag2aa', 'wcag21a', 'wcag21aa', 'wcag22aa']"
+OUT_OF_REACH = """[...document.querySelectorAll("main *")].filter((node) => {
+    const {overflowX, overflowY} = getComputedStyle(node), scrolls = /auto|scroll/;
+    const over = (scrolls.test(overflowX) && node.scrollWidth > node.clientWidth)
+        || (scrolls.test(overflowY) && node.scrollHeight > node.clientHeight);
+    return over && node.tabIndex < 0 && !node.querySelector("a, button, input, select");
+}).map((node) => node.outerHTML.slice(0, 80))"""
 PAGES = sorted(str(page.parent.relative_to(SITE)) for page in SITE.rglob("index.html"))
 
 pytestmark = pytest.mark.browser
@@ -132,6 +138,8 @@ def test_every_page_is_quiet_fits_and_is_accessible(browser: Browser, base: str,
             over = page.evaluate("document.documentElement.scrollWidth - innerWidth")
             if over > 0:
                 problems.append(f"{name}: {over} px too wide at {width}")
+            for node in page.evaluate(OUT_OF_REACH):
+                problems.append(f"{name}: scrolls, but not from the keyboard: {node}")
             if not page.evaluate("!!document.querySelector('main h1')?.textContent.trim()"):
                 problems.append(f"{name}: no heading")
             page.evaluate(AXE)

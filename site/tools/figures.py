@@ -6,19 +6,22 @@ Each function returns one ``<figure>``; classes are those of assets/css/site.css
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import s04_tiled
 import s07_masks
 import s09_varlen
 import torch
+from reachable import region
 
 from flashtri_core.variants import causal
 
 
 def _figure(width: int, height: int, body: str, alt: str, caption: str) -> str:
+    name = re.sub(r"<[^>]+>", "", caption).split(". ")[0]
     return (
-        f'<figure class="ft-figure"><div class="ft-drawing"><svg viewBox="0 0 {width} {height}" role="img" '
+        f'<figure class="ft-figure"><div {region(f"Figure: {name}")}><svg viewBox="0 0 {width} {height}" role="img" '
         f'aria-label="{alt}" style="max-width:{width * 1.12:g}px;min-width:{min(width, 560)}px">{body}</svg></div>'
         f"<figcaption>{caption}</figcaption></figure>"
     )

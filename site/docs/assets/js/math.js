@@ -4,5 +4,4 @@ for (const node of document.querySelectorAll(".arithmatex")) {
   const display = node.tagName === "DIV";
   const source = node.textContent.trim().slice(2, -2); // \( \) or \[ \]
   katex.render(source, node, { displayMode: display, throwOnError: true });
-  if (display) node.tabIndex = 0; // wide formulas scroll; the keyboard must reach them
 }
