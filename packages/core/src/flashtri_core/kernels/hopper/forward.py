@@ -1,33 +1,33 @@
-"""Forward on sm_90: one warp loads, two or three warpgroups compute, and neither waits for the other without need.
+"""Forward on sm_90: two warps fetch, two or three warpgroups compute, and neither side waits for the other without need.
 
 The arithmetic is that of the plain kernel (FlashAttention-2); this file is about keeping the tensor cores busy, with the
 schedule of FlashAttention-3 (Shah et al. 2024, section 3). A thread block owns a tile of BLOCK_M query rows; each consumer
 warpgroup owns an equal share of them and walks over the key blocks from the last to the first, masked ones first.
 
 Within a warpgroup, step j issues S_j = Q K_j^T and O += P_{j-1} V_{j-1} together and computes softmax(S_j) while the second
-product still runs. The last product of a tile runs beside the first scores of the next one. Between warpgroups, a turn
-passes around: while one issues its products, the others do softmax.
+product still runs. Between warpgroups, a turn passes around: while one issues its products, the others do softmax.
 
-Barriers (``full``: the bytes have landed; ``empty``: all readers are done; ``slot``: which tile comes next)::
+Barriers (``full``: the data have landed; ``empty``: all readers are done; ``slot``: which tile comes next)::
 
-    producer warp                      shared memory                     consumer warpgroup w (of NUM_WG)
-    -------------                      -------------                     --------------------------------
-    wait k_empty[s], load first K ---> k[kv_stages]
-    wait q_empty[t, w]: O of the tile
-      before stands in q; store it,
-      which also frees its slot
-    write ---------------------------> slots[2]       ----------------> wait slot_full, read
-    load Q --------------------------> q[q_stages, w] ----------------> wait q_full[t, w]
-    wait k_empty[s], load K_j -------> k[kv_stages]   ----------------> wait k_full[s]; turn; issue S_j = Q K_j^T
-    wait v_empty[s], load V_j-1 -----> v[kv_stages]   ----------------> (V_j-1 seen last step)  issue O += P V_j-1
-                                                                        pass the turn to w + 1
-                          k_empty[s] <-- S_j is in registers ---------- wait for the first product; softmax(S_j)
-                          v_empty[s] <-- O is in registers  ----------- wait v_full (V_j); wait for the second; rescale O
-                          q_empty    <-- O has replaced Q  ------------ after the tile's last product
+    scheduler warp           producer warp              shared memory        consumer warpgroup w (of NUM_WG)
+    --------------           -------------              -------------        --------------------------------
+    claim tile t
+    wait o_full[t-2, w],
+    send O(t-2); q_empty --> wait q_empty[t]
+    write -------------------------------------> slots[2] -----------------> wait slot_full, read
+                             wait slot_full, read
+                             wait k_empty, load K ----> k[kv_stages] ------> wait k_full
+                             load Q ------------------> q[q_stages, w] ----> wait q_full[t, w]; turn; issue S_j = Q K_j^T
+                             wait v_empty, load V ----> v[kv_stages] ------> (V_j-1 seen last step) issue O += P V_j-1
+                                                                             pass the turn to w + 1
+                                         k_empty <-- S_j is in registers --- wait for the first product; softmax(S_j)
+                                         v_empty <-- O is in registers ----- wait v_full; wait for the second; rescale O
+    <------------------------------ o_full[t, w] <-- O has replaced Q ------ after the tile's last product
 
-Block counters run on across tiles, so stage = count % kv_stages and phase = (count // kv_stages) & 1 need no reset, and the
-producer fetches the next tile's Q and K while the consumers finish this one. :mod:`.protocol` is a model of these rules
-that tests execute in random order.
+The scheduler is a warp of its own because claiming a tile from the counter takes about a microsecond, in which the producer
+would fetch nothing. Block counters run on across tiles, so stage = count % kv_stages and phase = (count // kv_stages) & 1 need
+no reset, and the producer fetches the next tile's Q and K while the consumers finish this one. :mod:`.protocol` is a model of
+these rules that tests execute in random order.
 """
 
 from typing import Any, NamedTuple
@@ -46,7 +46,7 @@ from ..schedule import dense_tile, packed_tile, span_of
 from ..softmax import LN2, LOG2E
 from .common import named_barrier_arrive, named_barrier_wait, tma_load, tma_store
 
-SLOT_FIELDS = gl.constexpr(6)  # start_m, z, h, first query row, Nq, Nk
+SLOT_FIELDS = gl.constexpr(7)  # start_m, z, h, first query row, first key row, Nq, Nk
 TURN = gl.constexpr(8)  # named barriers: TURN + w is warpgroup w's turn,
 RELEASE_K = gl.constexpr(11)  # RELEASE_K + stage and RELEASE_V + stage stand for k_empty and v_empty when there are
 RELEASE_V = gl.constexpr(13)  # two stages
@@ -67,6 +67,7 @@ class Bars(NamedTuple):
 
     q_full: Any
     q_empty: Any
+    o_full: Any
     k_full: Any
     k_empty: Any
     v_full: Any
@@ -179,15 +180,6 @@ def release(bar, NAMED: gl.constexpr, stage, C: gl.constexpr):
         named_barrier_arrive(NAMED + stage, 128, 32 + 128 * C.warpgroups)
     else:
         mbarrier.arrive(bar.index(stage), count=1)
-
-
-@gluon.jit
-def release_if(condition, bar, NAMED: gl.constexpr, stage, C: gl.constexpr):
-    if C.named_release:
-        if condition:
-            named_barrier_arrive(NAMED + stage, 128, 32 + 128 * C.warpgroups)
-    else:
-        mbarrier.arrive(bar.index(stage), count=1, pred=condition)
 
 
 @gluon.jit
@@ -375,12 +367,12 @@ def finish_tile(
 ):  # fmt: skip
     """Divide by the row sums, store LSE, and put O where Q was: no one reads this warpgroup's Q any more.
 
-    Of a dense tensor the producer sends O on by TMA, which drops rows past the end. In a packed tensor the rows past the
+    Of a dense tensor the scheduler sends O on by TMA, which drops rows past the end. In a packed tensor the rows past the
     end belong to the next sequence, so this warpgroup stores its own under a mask.
     """
     M: gl.constexpr = C.block_m // C.warpgroups
     dtype: gl.constexpr = tiles.q[0].dtype
-    start_m, z, h, q_row0, Nq, _Nk = read_tile(turn, sizes, tiles, C)
+    start_m, z, h, q_row0, _k_row0, Nq, _Nk = read_tile(turn, sizes, tiles, 4, C)
     q_stage = (turn % C.q_stages) * C.warpgroups + WG
     row0 = start_m + WG * M
     row = row0 + gl.arange(0, M, layout=m_i.type.layout)
@@ -403,7 +395,7 @@ def finish_tile(
         if C.packed:
             store_masked(tail, O, stride_o, h, row0, q_row0, Nq, C.dv, M, C.dv_tail, C)
     fence_async_shared()
-    mbarrier.arrive(bars.q_empty.index(q_stage), count=1)
+    mbarrier.arrive(bars.o_full.index(q_stage), count=1)
 
 
 @gluon.jit
@@ -424,21 +416,24 @@ def store_masked(
 
 @gluon.jit
 def send_output(turn, o_descs, tiles, bars, C: gl.constexpr):
-    """Producer: when the consumers are done with the turn-th tile, pass its O from Q's buffers to memory."""
+    """Scheduler: when the consumers are done with the turn-th tile, pass its O from Q's buffers to memory and free them.
+
+    Then nobody looks at the tile's slot any more either.
+    """
     M: gl.constexpr = C.block_m // C.warpgroups
     if turn >= 0:
-        if not C.packed:
-            start_m = slot_field(tiles.slots, turn % 2, 0, 1)
-            z = slot_field(tiles.slots, turn % 2, 1, 1)
-            h = slot_field(tiles.slots, turn % 2, 2, 1)
+        start_m = slot_field(tiles.slots, turn % 2, 0, 1)
+        z = slot_field(tiles.slots, turn % 2, 1, 1)
+        h = slot_field(tiles.slots, turn % 2, 2, 1)
         for w in gl.static_range(C.warpgroups):
             stage = (turn % C.q_stages) * C.warpgroups + w
-            mbarrier.wait(bars.q_empty.index(stage), (turn // C.q_stages) & 1)
+            mbarrier.wait(bars.o_full.index(stage), (turn // C.q_stages) & 1)
             if not C.packed:
                 tma_store(o_descs[0], [z, h, start_m + w * M, 0], tiles.q[0].index(stage))
                 if C.dv_tail > 0:
                     tma_store(o_descs[1], [z, h, start_m + w * M, C.dv], tiles.q[1].index(stage))
         tma.store_wait(0)
+        mbarrier.arrive(bars.q_empty.index(turn % C.q_stages), count=1)
 
 
 # -------------------------------------------------------------------------------------------------------- partitions
@@ -454,72 +449,91 @@ def slot_field(slots, stage, FIELD: gl.constexpr, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def read_tile(turn, sizes, tiles, C: gl.constexpr):
-    """Consumer: the turn-th tile as the producer announced it; start_m < 0 when there is none."""
+def announce(turn, start_m, z, h, q_row0, k_row0, Nq, Nk, tiles, bars, C: gl.constexpr):
+    """Scheduler: the turn-th tile, for everybody; start_m < 0 when there is none."""
     slot = turn % 2
-    start_m = slot_field(tiles.slots, slot, 0, 4)
-    z = slot_field(tiles.slots, slot, 1, 4)
-    h = slot_field(tiles.slots, slot, 2, 4)
-    q_row0 = 0
-    Nq = sizes.Nq
-    Nk = sizes.Nk
+    write_slot(tiles.slots, slot, 0, start_m)
+    write_slot(tiles.slots, slot, 1, z)
+    write_slot(tiles.slots, slot, 2, h)
     if C.packed or C.used:
-        q_row0 = slot_field(tiles.slots, slot, 3, 4)
-        Nq = slot_field(tiles.slots, slot, 4, 4)
-        Nk = slot_field(tiles.slots, slot, 5, 4)
-    return start_m, z, h, q_row0, Nq, Nk
+        write_slot(tiles.slots, slot, 3, q_row0)
+        write_slot(tiles.slots, slot, 4, k_row0)
+        write_slot(tiles.slots, slot, 5, Nq)
+        write_slot(tiles.slots, slot, 6, Nk)
+    mbarrier.arrive(bars.slot_full.index(slot), count=1)
 
 
 @gluon.jit
-def producer(
-    q_descs, k_descs, v_descs, o_descs, CU_Q, CU_K, USED_K, COUNTER, sizes, variant, args, tiles, bars, C: gl.constexpr
-):
-    """Chooses the tiles, announces them, and streams Q, K and V into the rings in the order they are used."""
+def read_tile(turn, sizes, tiles, WARPS: gl.constexpr, C: gl.constexpr):
+    """The turn-th tile as it was announced, for a partition of ``WARPS`` warps."""
+    slot = turn % 2
+    start_m = slot_field(tiles.slots, slot, 0, WARPS)
+    z = slot_field(tiles.slots, slot, 1, WARPS)
+    h = slot_field(tiles.slots, slot, 2, WARPS)
+    q_row0 = 0
+    k_row0 = 0
+    Nq = sizes.Nq
+    Nk = sizes.Nk
+    if C.packed or C.used:
+        q_row0 = slot_field(tiles.slots, slot, 3, WARPS)
+        k_row0 = slot_field(tiles.slots, slot, 4, WARPS)
+        Nq = slot_field(tiles.slots, slot, 5, WARPS)
+        Nk = slot_field(tiles.slots, slot, 6, WARPS)
+    return start_m, z, h, q_row0, k_row0, Nq, Nk
+
+
+@gluon.jit
+def await_tile(turn, sizes, tiles, bars, WARPS: gl.constexpr, C: gl.constexpr):
+    """:func:`read_tile`, as soon as the tile is announced."""
+    mbarrier.wait(bars.slot_full.index(turn % 2), (turn // 2) & 1)
+    return read_tile(turn, sizes, tiles, WARPS, C)
+
+
+@gluon.jit
+def scheduler(o_descs, CU_Q, CU_K, USED_K, COUNTER, sizes, tiles, bars, C: gl.constexpr):
+    """Chooses the tiles, one ahead of the producer, announces them, and sends off what the consumers have finished."""
+    turn = 0
+    tile, z, h, start_m, q_row0, k_row0, Nq, Nk = find_tile(gl.program_id(0), sizes, CU_Q, CU_K, USED_K, COUNTER, C)
+    while tile < sizes.num_tiles:
+        send_output(turn - 2, o_descs, tiles, bars, C)  # which frees the slot
+        announce(turn, start_m, z, h, q_row0, k_row0, Nq, Nk, tiles, bars, C)
+        turn += 1
+        tile, z, h, start_m, q_row0, k_row0, Nq, Nk = find_tile(
+            next_tile(tile, COUNTER, C), sizes, CU_Q, CU_K, USED_K, COUNTER, C
+        )
+    send_output(turn - 2, o_descs, tiles, bars, C)
+    announce(turn, -1, 0, 0, 0, 0, 0, 0, tiles, bars, C)
+    send_output(turn - 1, o_descs, tiles, bars, C)
+    reset_counter(COUNTER, C)
+
+
+@gluon.jit
+def producer(q_descs, k_descs, v_descs, sizes, variant, args, tiles, bars, C: gl.constexpr):
+    """Streams Q, K and V into the rings in the order they are used."""
     M: gl.constexpr = C.block_m // C.warpgroups
     count = 0  # key blocks fetched
     turn = 0  # tiles fetched
-    tile, z, h, start_m, q_row0, k_row0, Nq, Nk = find_tile(gl.program_id(0), sizes, CU_Q, CU_K, USED_K, COUNTER, C)
-    while tile < sizes.num_tiles:
+    start_m, z, h, q_row0, k_row0, Nq, Nk = await_tile(turn, sizes, tiles, bars, 1, C)
+    while start_m >= 0:
         zb = 0 if C.packed else z  # packed tensors have no batch axis
         hk = h // sizes.group
-        row0 = k_row0
         first, _lo, _hi, last = key_blocks(start_m, C.block_m, Nq, Nk, variant, args, C)
-        load_k(k_descs, zb, hk, row0, last - 1, count, tiles, bars, C)
-        send_output(turn - C.q_stages, o_descs, tiles, bars, C)
-        slot = turn % 2  # free: the tile that had it is finished and sent
-        write_slot(tiles.slots, slot, 0, start_m)
-        write_slot(tiles.slots, slot, 1, z)
-        write_slot(tiles.slots, slot, 2, h)
-        if C.packed or C.used:
-            write_slot(tiles.slots, slot, 3, q_row0)
-            write_slot(tiles.slots, slot, 4, Nq)
-            write_slot(tiles.slots, slot, 5, Nk)
-        mbarrier.arrive(bars.slot_full.index(slot), count=1)
+        load_k(k_descs, zb, hk, k_row0, last - 1, count, tiles, bars, C)
+        q_stage = turn % C.q_stages
+        mbarrier.wait(bars.q_empty.index(q_stage), ((turn // C.q_stages) & 1) ^ 1)
         for w in gl.static_range(C.warpgroups):
-            stage = (turn % C.q_stages) * C.warpgroups + w
+            stage = q_stage * C.warpgroups + w
             load_rows(
                 q_descs, zb, h, q_row0 + start_m + w * M, bars.q_full.index(stage), tiles.q, stage, M, C.d, C.d_tail
             )
         count += 1
-        # look for the next tile now: the counter's and the search's latency pass under this tile's work
-        tile, z, h, start_m, q_row0, k_row0, Nq, Nk = find_tile(
-            next_tile(tile, COUNTER, C), sizes, CU_Q, CU_K, USED_K, COUNTER, C
-        )
         for block in range(last - 2, first - 1, -1):
-            load_k(k_descs, zb, hk, row0, block, count, tiles, bars, C)
-            load_v(v_descs, zb, hk, row0, block + 1, count - 1, tiles, bars, C)
+            load_k(k_descs, zb, hk, k_row0, block, count, tiles, bars, C)
+            load_v(v_descs, zb, hk, k_row0, block + 1, count - 1, tiles, bars, C)
             count += 1
-        load_v(v_descs, zb, hk, row0, first, count - 1, tiles, bars, C)
+        load_v(v_descs, zb, hk, k_row0, first, count - 1, tiles, bars, C)
         turn += 1
-    if C.q_stages > 1:
-        send_output(turn - 2, o_descs, tiles, bars, C)
-    slot = turn % 2
-    write_slot(tiles.slots, slot, 0, -1)
-    write_slot(tiles.slots, slot, 1, 0)  # consumers look up this head's numbers before they know
-    write_slot(tiles.slots, slot, 2, 0)
-    mbarrier.arrive(bars.slot_full.index(slot), count=1)
-    send_output(turn - 1, o_descs, tiles, bars, C)
-    reset_counter(COUNTER, C)
+        start_m, z, h, q_row0, k_row0, Nq, Nk = await_tile(turn, sizes, tiles, bars, 1, C)
 
 
 @gluon.jit
@@ -539,71 +553,36 @@ def load_v(descs, z, h, row0, block, count, tiles, bars, C: gl.constexpr):
 
 
 @gluon.jit
-def begin_tile(
-    acc, p16, m_i, l_i, turn, count, O, stride_o, LSE, ROW_MAX, stride_lse, SINK, unit_log2, sizes, variant, args, tiles,
-    bars, WG: gl.constexpr, OVERLAP: gl.constexpr, S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, C: gl.constexpr,
+def first_block(
+    where, block, count, turn, SINK, unit_log2, variant, args, tiles, bars,
+    WG: gl.constexpr, S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
-    """Scores and softmax of a tile's first (rightmost) key block.
-
-    With OVERLAP they run beside the last product of the tile before, whose state comes in, and which is finished here.
-    When there is no further tile, the scores are computed from whatever the buffers hold and nobody looks at them.
-    """
+    """Scores and softmax of a tile's rightmost key block, and the running maximum and sum that they start."""
+    row0, z, h, Nq, Nk = where
     M: gl.constexpr = C.block_m // C.warpgroups
     dtype: gl.constexpr = tiles.q[0].dtype
-    mbarrier.wait(bars.slot_full.index(turn % 2), (turn // 2) & 1)
-    start_m, z, h, _row, Nq, Nk = read_tile(turn, sizes, tiles, C)
-    exists = start_m >= 0
-    row0 = start_m + WG * M
-    v_before, _phase = stage_of(count - 1, C)
-    first, free_lo, free_hi, last = key_blocks(start_m, C.block_m, Nq, Nk, variant, args, C)
-    if exists:
-        if C.packed or C.used:
-            clear_foreign_keys(count, (last - 1) * C.block_n, Nk, tiles, bars, WG, C)
-        if C.right_edge:  # the tile's last blocks may lie right of all that this warpgroup's rows see
-            _first, free_lo, free_hi, needed = key_blocks(row0, M, Nq, Nk, variant, args, C)
-            needed = gl.maximum(gl.minimum(needed, last), first + 1)
-            for _block in range(needed, last):
-                skip_block(count, bars, WG, C)
-                count += 1
-            last = needed
-
-    row = row0 + gl.arange(0, M, layout=gl.SliceLayout(1, S_LAYOUT))
+    ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    row = row0 + gl.arange(0, M, layout=ROWS)
     q_stage = (turn % C.q_stages) * C.warpgroups + WG
     k_stage, k_phase = stage_of(count, C)
-    mbarrier.wait(bars.q_full.index(q_stage), (turn // C.q_stages) & 1, pred=exists)
-    mbarrier.wait(bars.k_full.index(k_stage), k_phase, pred=exists)
+    mbarrier.wait(bars.q_full.index(q_stage), (turn // C.q_stages) & 1)
+    mbarrier.wait(bars.k_full.index(k_stage), k_phase)
     take_turn(WG, C)
     s = dot_qk(tiles, q_stage, k_stage, gl.zeros([M, C.block_n], gl.float32, S_LAYOUT), C)
-    if OVERLAP:
-        acc = dot_pv(p16, tiles, v_before, acc, C)
-        pass_turn(WG, C)
-        s = wait_qk(s, C)
-    else:
-        pass_turn(WG, C)
-        s = warpgroup_mma_wait(0, deps=(s,))
-    release_if(exists, bars.k_empty, RELEASE_K, k_stage, C)
-    m_new = gl.full([M], float("-inf"), gl.float32, layout=gl.SliceLayout(1, S_LAYOUT))
+    pass_turn(WG, C)
+    s = warpgroup_mma_wait(0, deps=(s,))
+    release(bars.k_empty, RELEASE_K, k_stage, C)
+    m_i = gl.full([M], float("-inf"), gl.float32, layout=ROWS)
     if SINK is not None:
-        m_new = gl.full([M], 0.0, gl.float32, layout=gl.SliceLayout(1, S_LAYOUT))
-        m_new += gl.load(SINK + h, mask=exists, other=0.0).to(gl.float32) * (LOG2E / unit_log2)
-    s = scores(s, row, (last - 1) * C.block_n, z, h, Nq, Nk, variant, args, C.mask_last, S_LAYOUT, C)
-    p, alpha, m_new = probabilities(s, m_new, unit_log2, C.mask_last)
-    l_new = row_parts(p, C)
+        m_i = gl.full([M], 0.0, gl.float32, layout=ROWS) + gl.load(SINK + h).to(gl.float32) * (LOG2E / unit_log2)
+    s = scores(s, row, block * C.block_n, z, h, Nq, Nk, variant, args, C.mask_last, S_LAYOUT, C)
+    p, alpha, m_i = probabilities(s, m_i, unit_log2, C.mask_last)
+    l_i = row_parts(p, C)
     if SINK is not None:
-        l_new += scale_rows(
-            gl.full([M, 4], 0.25, gl.float32, l_new.type.layout), alpha
-        )  # l = 1, shared by four threads
-    if OVERLAP:
-        # always true by now; a branch that keeps ptxas from moving exp2 below the wait for O
-        mbarrier.wait(bars.q_full.index(q_stage), (turn // C.q_stages) & 1, pred=exists)
-        acc = wait_pv(acc, C)
-        release(bars.v_empty, RELEASE_V, v_before, C)
-        finish_tile(
-            acc, m_i, l_i, turn - 1, O, stride_o, LSE, ROW_MAX, stride_lse, unit_log2, sizes, tiles, bars, WG, C
-        )
+        l_i += scale_rows(gl.full([M, 4], 0.25, gl.float32, l_i.type.layout), alpha)  # l = 1, shared by four threads
     p16 = gl.convert_layout(p.to(dtype), P_LAYOUT)
-    mbarrier.wait(bars.v_full.index(k_stage), k_phase, pred=exists)
-    return p16, m_new, l_new, exists, (row0, z, h, Nq, Nk), (first, free_lo, free_hi, last), count + 1
+    mbarrier.wait(bars.v_full.index(k_stage), k_phase)
+    return p16, m_i, l_i
 
 
 @gluon.jit
@@ -631,43 +610,42 @@ def consumer(
         pass_turn(WG, C)  # the first turn is warpgroup 0's
     turn = 0  # tiles begun before this one
     count = 0  # key blocks begun
-    p16, m_i, l_i, exists, where, span, count = begin_tile(
-        0, 0, 0, 0, turn, count, O, stride_o, LSE, ROW_MAX, stride_lse, SINK, unit_log2, sizes, variant, args, tiles, bars,
-        WG, False, S_LAYOUT, P_LAYOUT, C,
-    )  # fmt: skip
-    while exists:
+    start_m, z, h, _q_row0, _k_row0, Nq, Nk = await_tile(turn, sizes, tiles, bars, 4, C)
+    while start_m >= 0:
+        where = (start_m + WG * M, z, h, Nq, Nk)
+        first, free_lo, free_hi, last = key_blocks(start_m, C.block_m, Nq, Nk, variant, args, C)
+        if C.packed or C.used:
+            clear_foreign_keys(count, (last - 1) * C.block_n, Nk, tiles, bars, WG, C)
+        if C.right_edge:  # the tile's last blocks may lie right of all that this warpgroup's rows see
+            _first, free_lo, free_hi, needed = key_blocks(start_m + WG * M, M, Nq, Nk, variant, args, C)
+            needed = gl.maximum(gl.minimum(needed, last), first + 1)
+            for _block in range(needed, last):
+                skip_block(count, bars, WG, C)
+                count += 1
+            last = needed
+        p16, m_i, l_i = first_block(
+            where, last - 1, count, turn, SINK, unit_log2, variant, args, tiles, bars, WG, S_LAYOUT, P_LAYOUT, C
+        )
         acc = zero_output(M, O_LAYOUT, C)
-        first, free_lo, free_hi, last = span
         # the other key blocks: an edge, the free middle, the other edge
         if C.right_edge:
             for block in range(last - 2, gl.maximum(free_hi, first) - 1, -1):
-                acc, p16, m_i, l_i = step(acc, p16, m_i, l_i, where, block, count + (last - 2 - block), turn, unit_log2,
+                acc, p16, m_i, l_i = step(acc, p16, m_i, l_i, where, block, count + (last - 1 - block), turn, unit_log2,
                                           variant, args, tiles, bars, WG, True, S_LAYOUT, P_LAYOUT, C)  # fmt: skip
         for block in range(gl.minimum(last - 1, free_hi) - 1, gl.maximum(free_lo, first) - 1, -1):
-            acc, p16, m_i, l_i = step(acc, p16, m_i, l_i, where, block, count + (last - 2 - block), turn, unit_log2,
+            acc, p16, m_i, l_i = step(acc, p16, m_i, l_i, where, block, count + (last - 1 - block), turn, unit_log2,
                                       variant, args, tiles, bars, WG, False, S_LAYOUT, P_LAYOUT, C)  # fmt: skip
         if C.left_edge:
             for block in range(gl.minimum(last - 1, free_lo) - 1, first - 1, -1):
-                acc, p16, m_i, l_i = step(acc, p16, m_i, l_i, where, block, count + (last - 2 - block), turn, unit_log2,
+                acc, p16, m_i, l_i = step(acc, p16, m_i, l_i, where, block, count + (last - 1 - block), turn, unit_log2,
                                           variant, args, tiles, bars, WG, True, S_LAYOUT, P_LAYOUT, C)  # fmt: skip
-        count += last - 1 - first
+        count += last - first
+        v_stage, _phase = stage_of(count - 1, C)
+        acc = wait_pv(dot_pv(p16, tiles, v_stage, acc, C), C)
+        release(bars.v_empty, RELEASE_V, v_stage, C)
+        finish_tile(acc, m_i, l_i, turn, O, stride_o, LSE, ROW_MAX, stride_lse, unit_log2, sizes, tiles, bars, WG, C)
         turn += 1
-        if C.overlap:
-            p16, m_i, l_i, exists, where, span, count = begin_tile(
-                acc, p16, m_i, l_i, turn, count, O, stride_o, LSE, ROW_MAX, stride_lse, SINK, unit_log2, sizes, variant,
-                args, tiles, bars, WG, True, S_LAYOUT, P_LAYOUT, C,
-            )  # fmt: skip
-        else:
-            v_stage, _phase = stage_of(count - 1, C)
-            acc = wait_pv(dot_pv(p16, tiles, v_stage, acc, C), C)
-            release(bars.v_empty, RELEASE_V, v_stage, C)
-            finish_tile(
-                acc, m_i, l_i, turn - 1, O, stride_o, LSE, ROW_MAX, stride_lse, unit_log2, sizes, tiles, bars, WG, C
-            )
-            p16, m_i, l_i, exists, where, span, count = begin_tile(
-                0, 0, 0, 0, turn, count, O, stride_o, LSE, ROW_MAX, stride_lse, SINK, unit_log2, sizes, variant, args,
-                tiles, bars, WG, False, S_LAYOUT, P_LAYOUT, C,
-            )  # fmt: skip
+        start_m, z, h, _q_row0, _k_row0, Nq, Nk = await_tile(turn, sizes, tiles, bars, 4, C)
     if WG == 0:
         take_turn(WG, C)  # the pass that opened the ring
 
@@ -712,6 +690,7 @@ def attn_fwd_hopper(
     )
     bars = Bars(
         barriers(C.q_stages * C.warpgroups, 1),
+        barriers(C.q_stages, 1),
         barriers(C.q_stages * C.warpgroups, 1),
         barriers(C.kv_stages, 1),
         barriers(C.kv_stages, C.warpgroups),
@@ -730,12 +709,14 @@ def attn_fwd_hopper(
         gl.warp_specialize([
             (consumer, (O, stride_o, LSE, ROW_MAX, stride_lse, SINK, unit_log2, sizes, variant, args, tiles, bars, 0, C)),
             (consumer, (O, stride_o, LSE, ROW_MAX, stride_lse, SINK, unit_log2, sizes, variant, args, tiles, bars, 1, C)),
-            (producer, (q_descs, k_descs, v_descs, o_descs, CU_Q, CU_K, USED_K, COUNTER, sizes, variant, args, tiles, bars, C)),
-        ], [4, 1], [C.consumer_regs, C.producer_regs])  # fmt: skip
+            (producer, (q_descs, k_descs, v_descs, sizes, variant, args, tiles, bars, C)),
+            (scheduler, (o_descs, CU_Q, CU_K, USED_K, COUNTER, sizes, tiles, bars, C)),
+        ], [4, 1, 1], [C.consumer_regs, C.producer_regs, C.producer_regs])  # fmt: skip
     else:
         gl.warp_specialize([
             (consumer, (O, stride_o, LSE, ROW_MAX, stride_lse, SINK, unit_log2, sizes, variant, args, tiles, bars, 0, C)),
             (consumer, (O, stride_o, LSE, ROW_MAX, stride_lse, SINK, unit_log2, sizes, variant, args, tiles, bars, 1, C)),
             (consumer, (O, stride_o, LSE, ROW_MAX, stride_lse, SINK, unit_log2, sizes, variant, args, tiles, bars, 2, C)),
-            (producer, (q_descs, k_descs, v_descs, o_descs, CU_Q, CU_K, USED_K, COUNTER, sizes, variant, args, tiles, bars, C)),
-        ], [4, 4, 1], [C.consumer_regs, C.consumer_regs, C.producer_regs])  # fmt: skip
+            (producer, (q_descs, k_descs, v_descs, sizes, variant, args, tiles, bars, C)),
+            (scheduler, (o_descs, CU_Q, CU_K, USED_K, COUNTER, sizes, tiles, bars, C)),
+        ], [4, 4, 1, 1], [C.consumer_regs, C.consumer_regs, C.producer_regs, C.producer_regs])  # fmt: skip

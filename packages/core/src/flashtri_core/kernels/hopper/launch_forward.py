@@ -35,7 +35,6 @@ class ForwardConfig:
     kv_stages: int = 2
     q_stages: int = 2
     order: str = "dynamic"  # "single": a block per tile; "static": a block per multiprocessor, strided; or a counter
-    overlap: bool = True  # a tile's last product runs beside the next tile's first scores; needs two Q stages
     turns: bool = True  # warpgroups take turns at the tensor cores
     named_release: bool = False  # k_empty and v_empty as named barriers instead of mbarriers
     consumer_regs: int = 240
@@ -62,12 +61,12 @@ def tiles(problem: Problem) -> ForwardConfig:
     """Tile sizes and schedule for a problem, by the measurements in NOTES.md."""
     width = max(problem.head_dim, problem.head_dim_v)
     if width > 192:
-        return ForwardConfig(block_n=64, q_stages=1, overlap=False)  # a second Q does not fit
+        return ForwardConfig(block_n=64, q_stages=1, named_release=True)  # a second Q does not fit
     if width > 128:
         return ForwardConfig(block_n=64)
     if width > 64:
         return ForwardConfig(named_release=True)
-    if set(problem.features) <= {"gqa"} and problem.seqlen_q >= 1024:
+    if set(problem.features) <= {"gqa"} and problem.seqlen_q >= 2048:
         return THREE_WARPGROUPS
     return ForwardConfig(kv_stages=4)
 

@@ -74,7 +74,6 @@ class Shape:
     q_stages: int = 2
     turns: bool = True
     named_release: bool = False
-    overlap: bool = True
     ragged: bool = False  # warpgroup 0 clears rows of a tile's last V block before anybody reads it
 
 
@@ -92,7 +91,7 @@ class Machine:
         s = self.shape
         queries = s.q_stages * s.warpgroups
         self.slot_full = _bars(2, 1)
-        self.q_full, self.q_empty = _bars(queries, 1), _bars(queries, 1)
+        self.q_full, self.q_empty, self.o_full = _bars(queries, 1), _bars(s.q_stages, 1), _bars(queries, 1)
         self.full = {x: _bars(s.kv_stages, 1) for x in "kv"}
         self.empty = {x: _bars(s.kv_stages, s.warpgroups) for x in "kv"}
         self.named = {x: [NamedBarrier(s.warpgroups + 1) for _ in range(s.kv_stages)] for x in "kv"}
@@ -150,9 +149,49 @@ class Tile:
     needs: tuple[int, ...]
 
 
+def scheduler(m: Machine, tiles: Sequence[Tile]) -> Role:
+    """The scheduler warp."""
+    s = m.shape
+
+    def send_output(turn: int) -> Iterator[None]:
+        if turn < 0:
+            return
+        expect(m.slots[turn % 2], turn)
+        for w in range(s.warpgroups):
+            at = (turn % s.q_stages) * s.warpgroups + w
+            yield from m.o_full[at].wait((turn // s.q_stages) & 1)
+            m.copy_out(m.q, at, ("O", turn, w))
+            yield
+        while m.pending:
+            yield
+        m.q_empty[turn % s.q_stages].arrive()
+        yield
+
+    def announce(turn: int, label: int) -> Iterator[None]:
+        m.slots[turn % 2] = None
+        yield
+        m.slots[turn % 2] = label
+        m.slot_full[turn % 2].arrive()
+        yield
+
+    for turn in range(len(tiles)):
+        yield from send_output(turn - 2)
+        yield from announce(turn, turn)
+    yield from send_output(len(tiles) - 2)
+    yield from announce(len(tiles), -1)
+    yield from send_output(len(tiles) - 1)
+
+
+def await_tile(m: Machine, turn: int) -> Iterator[None]:
+    yield from m.slot_full[turn % 2].wait((turn // 2) & 1)
+    for _ in range(2):  # reading takes a while
+        expect(m.slots[turn % 2] in (turn, -1), True)
+        yield
+
+
 def producer(m: Machine, tiles: Sequence[Tile]) -> Role:
     """The producer warp."""
-    s, count = m.shape, 0
+    s, count, turn = m.shape, 0, 0
 
     def load(ring: str, label: tuple[int, int], count: int) -> Iterator[None]:
         stage, phase = count % s.kv_stages, (count // s.kv_stages) & 1
@@ -164,42 +203,24 @@ def producer(m: Machine, tiles: Sequence[Tile]) -> Role:
         m.copy_in(m.ring[ring], stage, label, m.full[ring][stage])
         yield
 
-    def send_output(turn: int) -> Iterator[None]:
-        if turn < 0:
-            return
-        expect(m.slots[turn % 2], turn)
-        for w in range(s.warpgroups):
-            at = (turn % s.q_stages) * s.warpgroups + w
-            yield from m.q_empty[at].wait((turn // s.q_stages) & 1)
-            m.copy_out(m.q, at, ("O", turn, w))
-            yield
-        while m.pending:
-            yield
-
-    def announce(turn: int, label: int) -> Iterator[None]:
-        m.slots[turn % 2] = None
-        yield
-        m.slots[turn % 2] = label
-        m.slot_full[turn % 2].arrive()
-
-    for turn, tile in enumerate(tiles):
-        yield from load("k", (turn, tile.blocks - 1), count)
-        yield from send_output(turn - s.q_stages)
-        yield from announce(turn, turn)
+    while True:
+        yield from await_tile(m, turn)
+        if m.slots[turn % 2] != turn:
+            break
+        blocks = tiles[turn].blocks
+        yield from load("k", (turn, blocks - 1), count)
+        yield from m.q_empty[turn % s.q_stages].wait(((turn // s.q_stages) & 1) ^ 1)
         for w in range(s.warpgroups):
             at = (turn % s.q_stages) * s.warpgroups + w
             m.copy_in(m.q, at, ("Q", turn), m.q_full[at])
             yield
         count += 1
-        for block in range(tile.blocks - 2, -1, -1):
+        for block in range(blocks - 2, -1, -1):
             yield from load("k", (turn, block), count)
             yield from load("v", (turn, block + 1), count - 1)
             count += 1
         yield from load("v", (turn, 0), count - 1)
-    if s.q_stages == 2:
-        yield from send_output(len(tiles) - 2)
-    yield from announce(len(tiles), -1)
-    yield from send_output(len(tiles) - 1)
+        turn += 1
 
 
 def consumer(m: Machine, w: int, tiles: Sequence[Tile]) -> Role:
@@ -245,62 +266,44 @@ def consumer(m: Machine, w: int, tiles: Sequence[Tile]) -> Role:
         expect(m.slots[turn % 2], turn)
         expect(m.q[at], ("Q", turn))
         m.q[at] = ("O", turn, w)
-        m.q_empty[at].arrive()
+        m.o_full[at].arrive()
 
     if w == s.warpgroups - 1:
         pass_turn()
-    label: Any = None  # of the V block whose product is still to be issued
     while True:
-        previous, before = label, (count - 1) % s.kv_stages
-        if previous and not s.overlap:
-            yield from products(turn - 1, count, None, before, previous)
-            release("v", before)
-            finish(turn - 1)
-            previous = None
-        yield from m.slot_full[turn % 2].wait((turn // 2) & 1)
-        exists = m.slots[turn % 2] == turn
-        expect(m.slots[turn % 2], turn if turn < len(tiles) else -1)
-        if exists:
-            tile = tiles[turn]
-            last = tile.needs[w]
-            if s.ragged:
-                if w == 0:
-                    yield from m.full["v"][count % s.kv_stages].wait((count // s.kv_stages) & 1)
-                    expect(m.ring["v"][count % s.kv_stages], (turn, tile.blocks - 1))
-                yield from m.cleared.wait()
-            for _ in range(last, tile.blocks):
-                yield from skip_block(count)
-                count += 1
-            stage, phase = count % s.kv_stages, (count // s.kv_stages) & 1
-            yield from m.q_full[(turn % s.q_stages) * s.warpgroups + w].wait((turn // s.q_stages) & 1)
-            yield from m.full["k"][stage].wait(phase)
-        yield from take_turn()
-        yield from products(turn, count, (turn, last - 1) if exists else None, before, previous)
-        pass_turn()
-        if exists:
-            release("k", stage)
-        yield
-        if previous:
-            expect(m.ring["v"][before], previous)
-            release("v", before)
-            finish(turn - 1)
-        if not exists:
+        yield from await_tile(m, turn)
+        if m.slots[turn % 2] != turn:
+            expect(turn, len(tiles))
             break
-        yield from m.full["v"][stage].wait(phase)
-        count += 1
-        for block in range(last - 2, -1, -1):
+        tile = tiles[turn]
+        last = tile.needs[w]
+        if s.ragged:
+            if w == 0:
+                yield from m.full["v"][count % s.kv_stages].wait((count // s.kv_stages) & 1)
+                expect(m.ring["v"][count % s.kv_stages], (turn, tile.blocks - 1))
+            yield from m.cleared.wait()
+        for _ in range(last, tile.blocks):
+            yield from skip_block(count)
+            count += 1
+        yield from m.q_full[(turn % s.q_stages) * s.warpgroups + w].wait((turn // s.q_stages) & 1)
+        for block in range(last - 1, -1, -1):
             stage, phase, before = count % s.kv_stages, (count // s.kv_stages) & 1, (count - 1) % s.kv_stages
+            first = block == last - 1
             yield from m.full["k"][stage].wait(phase)
             yield from take_turn()
-            yield from products(turn, count, (turn, block), before, (turn, block + 1))
+            yield from products(turn, count, (turn, block), before, None if first else (turn, block + 1))
             pass_turn()
             release("k", stage)
             yield
             yield from m.full["v"][stage].wait(phase)
-            expect(m.ring["v"][before], (turn, block + 1))
-            release("v", before)
+            if not first:
+                expect(m.ring["v"][before], (turn, block + 1))
+                release("v", before)
             count += 1
-        label = (turn, 0)
+        yield from products(turn, count, None, stage, (turn, 0))
+        release("v", stage)
+        yield
+        finish(turn)
         turn += 1
     if w == 0:
         yield from take_turn()
@@ -314,6 +317,7 @@ def run(shape: Shape, tiles: Sequence[Tile], seed: int, patience: int = 20000) -
     """
     choose = random.Random(seed)
     m = Machine(shape)
+    m.roles["scheduler"] = scheduler(m, tiles)
     m.roles["producer"] = producer(m, tiles)
     for w in range(shape.warpgroups):
         m.roles[f"consumer {w}"] = consumer(m, w, tiles)
