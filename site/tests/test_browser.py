@@ -386,18 +386,88 @@ def test_calculator_agrees_with_python(watch: Watch) -> None:
         assert exact == [shape.score_matrix, shape.kernel]
 
 
-def test_calculator_slider_and_bad_input(watch: Watch) -> None:
+def test_calculator_slider(watch: Watch) -> None:
     page = watch.open("calculator")
-    page.locator("#footprint [name=slider]").evaluate(
-        "n => { n.value = 17; n.dispatchEvent(new Event('input', {bubbles: true})); }"
-    )
+    slider = page.locator("#footprint [name=slider]")
+    slider.evaluate("n => { n.value = 17; n.dispatchEvent(new Event('input', {bubbles: true})); }")
     assert page.input_value("#footprint [name=seqlen]") == "131072"
-    before = page.inner_text("[data-cost=score]")
-    page.fill("#footprint [name=heads]", "0")
-    assert "Heads" in page.inner_text(".ft-problem")
-    assert page.inner_text("[data-cost=score]") == before
-    page.fill("#footprint [name=heads]", "1")
-    assert page.inner_text(".ft-problem") == ""
+    assert slider.get_attribute("aria-valuetext") == "131,072 tokens"
+    page.fill("#footprint [name=seqlen]", "128")
+    assert slider.input_value() == "7"
+    for _ in range(8):
+        slider.press("ArrowRight")
+    assert slider.input_value() == "7.08"
+    for _ in range(8):
+        slider.press("ArrowLeft")
+    assert page.input_value("#footprint [name=seqlen]") == "128"
+
+
+@pytest.mark.parametrize("name", ["seqlen", "batch", "heads", "headDim", "memory"])
+def test_calculator_with_hostile_input(watch: Watch, name: str) -> None:
+    """What is not understood is named, and no answer is left standing; what can mean one thing only is understood."""
+    page = watch.open("calculator")
+    answers = lambda: page.locator("[data-cost]:not(i, b)").all_inner_texts()
+    field = page.locator(f"#footprint [name={name}]")
+    problem = page.locator(".ft-problem")
+    good, whole = field.input_value(), name != "memory"
+    before = answers()
+    assert all(before)
+    hostile = [
+        "0",
+        "-1",
+        "1e99",
+        "1e999",
+        "NaN",
+        "Infinity",
+        "",
+        "   ",
+        "0x10",
+        "1,0",
+        "1.5.2",
+        "8 GiB",
+        "<b>8</b>",
+        "٣",
+        "1e-3",
+    ]
+    for text in hostile + (["2.5", "1e-1", "12,34"] if whole else ["80,5", "80,000", "100000.5"]):
+        field.fill(text)
+        said = problem.inner_text()
+        assert (
+            f"{field.get_attribute('data-label')} has to be a {'whole number from 1' if whole else 'number above 0'}"
+            in said
+        )
+        assert f"“{text.strip()}”" in said or not text.strip()
+        assert field.get_attribute("aria-invalid") == "true"
+        assert set(answers()) == {"–", ""}, text
+        assert page.locator("i[data-cost]").evaluate_all(
+            "all => all.every((n) => n.style.getPropertyValue('--x') === '0')"
+        )
+        assert problem.locator("b").count() == 0
+    field.fill("9" * 400)
+    assert len(problem.inner_text()) < 160
+    for text in [good, f" {good} ", f"{good}.0"] + (["1e2", "1"] if whole else ["0.5", ".5", "79.6"]):
+        field.fill(text)
+        assert problem.inner_text() == "", text
+        assert field.get_attribute("aria-invalid") == "false"
+        assert "–" not in answers()
+        assert not any("NaN" in a or "Infinity" in a or "e+" in a for a in answers())
+    if name == "seqlen":
+        for text in ("8,192", "8 192", "8_192", "8'192", "8\u202f192"):
+            field.fill(text)
+            assert answers() == before, text
+
+
+def test_calculator_at_its_limits(watch: Watch) -> None:
+    page = watch.open("calculator")
+    largest = {"seqlen": 2**27, "batch": 2**16, "heads": 2**12, "headDim": 256, "memory": 100_000}
+    for name, value in largest.items():
+        page.fill(f"#footprint [name={name}]", str(value))
+    assert page.inner_text("[data-cost=score]") == "8 YiB"
+    for name in largest:
+        page.fill(f"#footprint [name={name}]", "1")
+    assert page.inner_text("[data-cost=score]") == "2 B"
+    page.fill("#footprint [name=seqlen]", "597")  # 99.5 times: not 1.0e+2
+    assert page.inner_text("[data-cost=ratio]") == "100 ×"
 
 
 # ---------------------------------------------------------------------------------------------------- benchmarks

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB", "ZiB", "YiB")
 
 
 @dataclass(frozen=True)
@@ -51,9 +52,9 @@ def kernel_limit(memory: int, shape: Shape) -> int:
 def human(count: int) -> str:
     """Bytes in binary units, at most three digits: 134217728 -> "128 MiB"."""
     size, unit = float(count), 0
-    while size >= 1000 and unit < 5:
+    while size >= 1000 and unit < 8:
         size /= 1024
         unit += 1
     digits = 0 if size >= 100 or unit == 0 else 1 if size >= 10 else 2
     text = f"{size:.{digits}f}"
-    return f"{text.rstrip('0').rstrip('.') if '.' in text else text} {('B', 'KiB', 'MiB', 'GiB', 'TiB', 'PiB')[unit]}"
+    return f"{text.rstrip('0').rstrip('.') if '.' in text else text} {UNITS[unit]}"

@@ -17,12 +17,12 @@
     kernelLimit: (memory, s) => Math.floor(memory / (s.batch * s.heads * (4 * s.headDim * BYTES[s.dtype] + 4))),
     human(count) {
       let size = count, unit = 0;
-      while (size >= 1000 && unit < 5) {
+      while (size >= 1000 && unit < 8) {
         size /= 1024;
         unit++;
       }
       const digits = size >= 100 || unit === 0 ? 0 : size >= 10 ? 1 : 2;
-      return `${Number(size.toFixed(digits))} ${["B", "KiB", "MiB", "GiB", "TiB", "PiB"][unit]}`;
+      return `${Number(size.toFixed(digits))} ${["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB", "ZiB", "YiB"][unit]}`;
     },
   };
   (window.flashtri = window.flashtri || {}).footprint = footprint;
@@ -30,32 +30,45 @@
   const form = document.getElementById("footprint");
   const result = Object.fromEntries([...document.querySelectorAll("[data-cost]")].map((node) => [node.dataset.cost, node]));
   const problem = form.querySelector(".ft-problem");
-  const number = new Intl.NumberFormat("en");
+  const number = new Intl.NumberFormat("en"), twoDigits = new Intl.NumberFormat("en", { maximumSignificantDigits: 2 });
   const field = (name) => form.elements[name];
-  const LIMITS = { batch: 1 << 20, heads: 1 << 16, seqlen: 1 << 27, headDim: 256, memory: 100000 };
+  const LIMITS = { seqlen: 2 ** 27, batch: 2 ** 16, heads: 2 ** 12, headDim: 256, memory: 100000 };
+  // 8192, 8 192, 8,192 or 1e5. In a number that may have decimals a comma could mean either thing: it is asked about.
+  const GROUPED = /^\d{1,3}([, _'\u00a0\u2009\u202f]\d{3})+$/, PLAIN = /^\d*\.?\d+(e\+?\d{1,3})?$/i;
+  const parse = (text, whole) => (whole && GROUPED.test(text) ? Number(text.replace(/\D/g, "")) : PLAIN.test(text) ? Number(text) : NaN);
 
   function read() {
     const values = {};
     let wrong = "";
     for (const [name, limit] of Object.entries(LIMITS)) {
-      const value = Number(field(name).value);
-      const whole = name === "memory" || Number.isInteger(value);
-      const fine = field(name).value.trim() !== "" && value > 0 && value <= limit && whole;
+      const text = field(name).value.trim(), whole = name !== "memory";
+      const value = parse(text, whole);
+      const fine = value > 0 && value <= limit && (!whole || Number.isInteger(value));
       field(name).setAttribute("aria-invalid", String(!fine));
-      if (!fine) wrong = wrong || `${field(name).dataset.label}: a ${name === "memory" ? "number" : "whole number"} from 1 to ${number.format(limit)}, please.`;
+      const asked = whole ? `a whole number from 1 to ${number.format(limit)}` : `a number above 0, up to ${number.format(limit)}, with a point before decimals`;
+      if (!fine) wrong = wrong || `${field(name).dataset.label} has to be ${asked}${text ? `, not “${text.length > 24 ? `${text.slice(0, 24)}…` : text}”` : ""}.`;
       values[name] = value;
     }
     problem.textContent = wrong;
     return wrong ? null : { ...values, dtype: field("dtype").value, memory: values.memory * 2 ** 30 };
   }
-  function update() {
+  function update(moved) {
     const s = read();
-    if (!s) return;
+    if (!s) {
+      // no answer is left standing beside a question that was not understood
+      for (const node of Object.values(result)) {
+        if (node.style.getPropertyValue("--x")) node.style.setProperty("--x", 0);
+        else node.textContent = node.matches("small") ? "" : "–";
+      }
+      return;
+    }
+    if (moved !== field("slider")) field("slider").value = Math.log2(s.seqlen);
+    field("slider").setAttribute("aria-valuetext", `${number.format(s.seqlen)} tokens`);
     const score = footprint.scoreMatrix(s), ours = footprint.kernel(s), ordinary = footprint.tensors(s) + score;
     result.score.textContent = footprint.human(score);
     result.kernel.textContent = footprint.human(ours);
     const ratio = score / ours;
-    result.ratio.textContent = `${ratio >= 100 ? number.format(Math.round(ratio)) : ratio.toPrecision(2)} ×`;
+    result.ratio.textContent = `${ratio >= 100 ? number.format(Math.round(ratio)) : twoDigits.format(ratio)} ×`;
     const limit = footprint.ordinaryLimit(s.memory, s);
     result.limit.textContent = limit >= 1 ? `N = ${number.format(limit)}` : "does not fit at all";
     result.ourlimit.textContent = number.format(footprint.kernelLimit(s.memory, s));
@@ -64,12 +77,12 @@
     bar("bar-kernel", ours);
     bar("mark-ordinary", s.memory);
     bar("mark-kernel", s.memory);
-    result.fits.textContent = ordinary > s.memory ? `More than the ${field("memory").value} GiB of this GPU.` : `Fits into ${field("memory").value} GiB, for one layer and without a backward pass.`;
+    const gib = `${field("memory").value.trim()} GiB`;
+    result.fits.textContent = ordinary > s.memory ? `With Q, K, V and O more than the ${gib} of this GPU.` : `With Q, K, V and O it fits into ${gib}, for one layer and without a backward pass.`;
   }
   form.addEventListener("input", (event) => {
     if (event.target === field("slider")) field("seqlen").value = Math.round(2 ** Number(field("slider").value));
-    else if (event.target === field("seqlen") && Number(field("seqlen").value) > 0) field("slider").value = Math.log2(Number(field("seqlen").value));
-    update();
+    update(event.target);
   });
   form.addEventListener("submit", (event) => event.preventDefault());
   update();
