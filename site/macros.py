@@ -155,6 +155,12 @@ def define_env(env: Any) -> None:
         return note.replace(' id="bench-empty"', ' id="bench-empty" hidden') if rows else note
 
     @env.macro
+    def bench_summary() -> str:
+        """The README's means over all lengths, where there are any."""
+        table = bench_page.summary(document)
+        return f"## In one table\n\n{table}" if table else ""
+
+    @env.macro
     def config_table() -> str:
         """The tile sizes that ``choose`` returns per GPU, for a bf16 causal forward and backward."""
         from flashtri_core.problem import Problem

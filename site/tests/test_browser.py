@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import functools
 import http.server
-import json
 import os
 import shutil
 import threading
@@ -474,17 +473,42 @@ def test_calculator_at_its_limits(watch: Watch) -> None:
 
 
 def test_benchmarks_show_what_the_file_holds(watch: Watch) -> None:
+    import bench_page
+    from playwright.sync_api import expect
+
+    document = bench_page.load()
     page = watch.open("benchmarks")
-    rows = json.loads((SITE / "data" / "results.json").read_text())["rows"]
-    if not rows:
+    if not document["rows"]:
         assert "Nothing has been measured" in page.inner_text("#bench-empty")
-        assert not page.is_visible("#bench")
+        expect(page.locator(".ft-bench")).to_be_hidden()
         return
     page.wait_for_selector("#bench-table tbody tr")
-    assert not page.is_visible("#bench-empty")
+    expect(page.locator("#bench-empty")).to_be_hidden()
+    assert page.locator("#bench-skipped").count() == bool(document["skipped"])
+    metrics = {row["metric"] for row in document["rows"]}
+    for metric, sentence in (
+        ("time", "Speed over N"),
+        ("memory", "Memory, and where"),
+        ("error", "Error against fp64"),
+    ):
+        assert page.locator(".ft-none", has_text=f"{sentence}").count() == (metric not in metrics)
+    means = bench_page.summary(document).splitlines()
+    assert page.locator("table:has(th:text-is('group')) tbody tr").count() == sum(x.startswith("| ") for x in means) - 1
 
 
-def test_benchmark_filters_and_charts(watch: Watch) -> None:
+def test_benchmarks_without_rows_say_so(watch: Watch) -> None:
+    watch.context.route(
+        "**/data/results.json", lambda route: route.fulfill(json={"runs": [], "names": {}, "rows": [], "skipped": []})
+    )
+    page = watch.open("benchmarks")
+    page.wait_for_selector("#bench-empty")
+    assert "Nothing has been measured yet" in page.inner_text("#bench-empty")
+    assert not any(part.is_visible() for part in page.locator(".ft-bench").all())
+
+
+@pytest.fixture
+def bench(watch: Watch) -> tuple[Page, dict[str, Any]]:
+    """The benchmark page with made-up rows of every metric, and what it was given."""
     import bench_page
     import synthetic
 
@@ -496,37 +520,96 @@ def test_benchmark_filters_and_charts(watch: Watch) -> None:
     watch.context.route("**/data/results.json", lambda route: route.fulfill(json=data))
     page = watch.open("benchmarks")
     page.wait_for_selector("#bench-table tbody tr")
+    return page, data
+
+
+def test_benchmark_filters(bench: tuple[Page, dict[str, Any]]) -> None:
+    page, data = bench
+    cell = lambda n: page.locator(f"#bench-table tbody tr td:nth-child({n})").all_inner_texts()
+    grid = lambda name: {f"grid-{name}-n{n}" for n in (512, 1024, 2048, 4096, 8192, 16384)}
+    shown = lambda: {case for case in cell(1) if case.startswith("grid")}
     assert not page.is_visible("#bench-empty")
-
-    def cases() -> list[str]:
-        return page.locator("#bench-table tbody tr td:first-child").all_inner_texts()
-
-    # it opens on D = 128, causal, forward
-    assert {c for c in cases() if c.startswith("grid")} == {
-        f"grid-d128-causal-n{n}" for n in (512, 1024, 2048, 4096, 8192, 16384)
-    }
-    assert page.locator("#bench-charts figure").count() == 4
-    assert "2.0e-4" in page.inner_text("#bench-charts")
-    assert "out of memory at 16k" in page.inner_text("#bench-charts")
+    assert not page.is_visible("[data-filter=dtype]")  # there is one
+    assert shown() == grid("d128-causal")  # it opens on D = 128, causal, forward
     page.select_option("[data-filter=d]", "64")
     page.select_option("[data-filter=mask]", "full")
-    assert {c for c in cases() if c.startswith("grid")} == {
-        f"grid-d64-full-n{n}" for n in (512, 1024, 2048, 4096, 8192, 16384)
-    }
+    assert shown() == grid("d64-full")
     page.select_option("[data-filter=op]", "bwd")
-    assert set(
-        page.locator("#bench-table tbody tr:has(td:text-matches('^grid')) td:nth-child(2)").all_inner_texts()
-    ) == {"backward"}
-    page.select_option("[data-filter=impl]", "eager")
-    assert set(page.locator("#bench-table tbody tr td:nth-child(3)").all_inner_texts()) <= {"flashtri", "eager"}
+    assert {op for case, op in zip(cell(1), cell(2), strict=True) if case.startswith("grid")} == {"backward"}
+    page.select_option("[data-filter=impl]", label="eager (ordinary attention)")
+    assert set(cell(3)) == {"flashtri", "eager (ordinary attention)"}
     for name in ("d", "mask", "op", "impl"):
         page.select_option(f"[data-filter={name}]", "")
     assert page.locator("#bench-table tbody tr").count() == len(data["rows"])
+    assert page.inner_text("#bench-count") == f"{len(data['rows'])} of {len(data['rows'])} rows"
+    assert page.locator(".ft-none", has_text="choose one head dimension").count() == 3
     table = page.inner_text("#bench-table")
     assert "2 µs of host time" in table
     assert "with warm caches 1 s" in table
+    assert "1.33× as fast" in table
+    assert "80 % of matrix product" in table
     assert "absent: not installed" in page.text_content("#bench-skipped")
     assert "Imaginary GPU" in page.inner_text("#bench-runs")
+
+
+def test_benchmark_charts(bench: tuple[Page, dict[str, Any]]) -> None:
+    page, _ = bench
+    figures = page.locator("#bench-charts figure")
+    assert figures.count() == 4
+    speed, share, memory, error = (figures.nth(i) for i in range(4))
+    ticks = lambda figure: [t for t in figure.locator("svg text[text-anchor=end]").all_text_contents() if t != "OOM"]
+    assert ticks(speed) == ["0", "200", "400", "600"]
+    assert "matrix product alone: 500" in speed.inner_text()
+    assert all(t.endswith("0 %") for t in ticks(share))
+    assert "matrix product 500 TFLOP/s, copy 2 TB/s" in share.inner_text()
+    assert speed.locator("polyline").count() == 3
+    assert speed.locator("circle").count() == 18  # three implementations, six lengths
+    key = page.locator("#bench-key li").all_inner_texts()
+    assert key == ["flashtri", "FA2 (torch flash)", "cuDNN (torch)", "math (torch)", "eager (ordinary attention)"]
+    assert "16 GiB given to each" in memory.inner_text()
+    assert memory.locator("path.oom title").all_text_contents() == [
+        f"{name}: out of memory at {n}"
+        for name, n in zip([key[i] for i in (0, 1, 3, 4)], ("512k", "512k", "16k", "16k"), strict=True)
+    ]
+    assert "eager (ordinary attention) runs out of memory at 16k." in memory.locator("svg").get_attribute("aria-label")
+    crosses = [box.bounding_box() for box in memory.locator("path.oom").all()]
+    assert len({(round(box["x"]), round(box["y"])) for box in crosses}) == 4  # none hides another
+    assert error.locator("rect").count() == 12
+    assert "2.0e-4 flashtri" in error.inner_text()
+    widths = [float(rect.get_attribute("width")) for rect in error.locator("rect").all()]
+    assert widths[2] / widths[0] == pytest.approx(1.25)
+
+
+@pytest.mark.parametrize("width", [1440, 768, 360])
+def test_benchmark_charts_are_readable_at_every_width(browser: Browser, base: str, width: int) -> None:
+    """No text outside its drawing, none on top of another, none smaller than 10 px."""
+    import bench_page
+    import synthetic
+
+    data = bench_page.page_data(synthetic.document())
+    with Watch(browser, base, width) as watched:
+        watched.context.route("**/data/results.json", lambda route: route.fulfill(json=data))
+        page = watched.open("benchmarks")
+        page.wait_for_selector("#bench-charts svg")
+        page.wait_for_function("document.fonts.status === 'loaded'")
+        found = page.evaluate(
+            """() => [...document.querySelectorAll("#bench-charts svg")].flatMap((svg) => {
+                const frame = svg.getBoundingClientRect(), texts = [...svg.querySelectorAll("text")];
+                const boxes = texts.map((t) => t.getBoundingClientRect());
+                const scale = frame.width / svg.viewBox.baseVal.width;
+                const bad = 12 * scale < 10 ? [`${12 * scale} px`] : [];
+                boxes.forEach((a, i) => {
+                    if (a.left < frame.left - 1 || a.right > frame.right + 1) bad.push(`${texts[i].textContent} is cut`);
+                    boxes.slice(i + 1).forEach((b, k) => {
+                        const x = Math.min(a.right, b.right) - Math.max(a.left, b.left);
+                        const y = Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top);
+                        if (x > 1 && y > 3) bad.push(`${texts[i].textContent} on ${texts[i + 1 + k].textContent}`);
+                    });
+                });
+                return bad;
+            })"""
+        )
+        assert found == []
 
 
 # ---------------------------------------------------------------------------------------------------- the frame

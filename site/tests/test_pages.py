@@ -14,6 +14,7 @@ import links
 import messages
 import pytest
 import support
+import synthetic
 from footprint import Shape
 from reachable import reachable
 
@@ -128,6 +129,25 @@ def test_messages_are_raised() -> None:
 def test_results_are_valid_and_flat() -> None:
     data = bench_page.page_data(bench_page.load())
     assert {row["run"] for row in data["rows"]} <= {run["id"] for run in data["runs"]}
+
+
+def test_benchmark_names_and_ratios_are_the_readmes() -> None:
+    document = synthetic.document()
+    data = bench_page.page_data(document)
+    assert list(data["names"].items())[:2] == [("flashtri", "flashtri"), ("torch-flash", "FA2 (torch flash)")]
+    assert set(data["names"]) == {row["impl"] for row in (*document["rows"], *document["skipped"])}
+    of = lambda impl: [row for row in data["rows"] if row["impl"] == impl and row["metric"] == "time"]
+    assert {round(row["ratio"], 2) for row in of("torch-flash")} == {1.33}
+    assert not any("ratio" in row for row in of("flashtri"))
+    order = [(row["case"], row["op"], row["impl"]) for row in data["rows"] if row["suite"] == "grid"]
+    assert [impl for *_, impl in order[:6]] == 2 * ["flashtri", "torch-flash", "torch-cudnn"]
+    assert order[0][:2] == order[2][:2] != order[3][:2]
+    other = document | {
+        "rows": [row | {"run": "another"} if row["impl"] == "flashtri" else row for row in document["rows"]]
+    }
+    assert not any("ratio" in row for row in bench_page.page_data(other)["rows"])  # two runs are not compared
+    assert bench_page.summary(document).count("1.33x") == 8
+    assert bench_page.summary({"runs": [], "rows": [], "skipped": []}) == ""
 
 
 def test_link_checker_finds_what_it_should(tmp_path: Path) -> None:

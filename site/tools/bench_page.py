@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from flashtri_bench import results
+from flashtri_bench import report, results
+from flashtri_bench.peers import PEERS
 
 RESULTS = Path(__file__).parents[2] / "packages" / "bench" / "results.json"
 
@@ -33,34 +34,60 @@ def mask_of(features: dict[str, Any]) -> str:
     return "window" if features["window"] else "causal" if features["causal"] else "full"
 
 
+def _figures(row: dict[str, Any]) -> dict[str, Any]:
+    """The part of a row that its metric brings."""
+    if row["metric"] == "time":
+        limit = row.get("limit") or {"fraction": None, "kind": None}
+        return {
+            "ms": row["time_ms"]["p50"],
+            "tflops": row.get("tflops"),
+            "limit": limit["fraction"],
+            "ceiling": limit["kind"],
+        }
+    if row["metric"] == "memory":
+        memory = row["memory"]
+        return {"bytes": memory["extra_bytes"], "oom": memory["oom"], "cap": memory["cap_bytes"]}
+    if row["metric"] == "error":
+        return {"inputs": row["error"]["inputs"]} | {t: row["error"][t]["rmse"] for t in ("out", "dq", "dk", "dv")}
+    if row["metric"] == "host":
+        return {"us": row["host_us"]["p50"]}
+    return dict(row["first_call_s"])
+
+
 def page_data(document: dict[str, Any]) -> dict[str, Any]:
-    """What the page's script draws: runs with their provenance, and one flat row per figure."""
+    """What the page's script draws: runs with their provenance, the implementations' names, one flat row per figure.
+
+    Implementations come in the README's order and bear its names. ``ratio``: how many times as fast this project's
+    kernel was at the same thing in the same run.
+    """
+    rank = {name: i for i, name in enumerate(PEERS)}
+    call = lambda row: tuple(row[name] for name in ("run", "case", "op", "dtype"))
+    timed = [row for row in document["rows"] if row["metric"] == "time"]
+    ours = {call(row): row["time_ms"]["p50"] for row in timed if row["impl"] == report.OURS}
+    groups: dict[tuple[str, ...], int] = {}
     rows = []
     for row in document["rows"]:
         flat = {name: row[name] for name in ("run", "suite", "case", "op", "impl", "dtype", "metric")}
         flat |= {"d": row["shape"]["head_dim"], "n": row["shape"]["seqlen_k"], "mask": mask_of(row["features"])}
-        if row["metric"] == "time":
-            flat |= {
-                "ms": row["time_ms"]["p50"],
-                "tflops": row.get("tflops"),
-                "limit": (row.get("limit") or {}).get("fraction"),
-            }
-        elif row["metric"] == "memory":
-            flat |= {
-                "bytes": row["memory"]["extra_bytes"],
-                "oom": row["memory"]["oom"],
-                "cap": row["memory"]["cap_bytes"],
-            }
-        elif row["metric"] == "error":
-            flat |= {"inputs": row["error"]["inputs"]} | {t: row["error"][t]["rmse"] for t in ("out", "dq", "dk", "dv")}
-        elif row["metric"] == "host":
-            flat |= {"us": row["host_us"]["p50"]}
-        else:
-            flat |= row["first_call_s"]
+        flat |= _figures(row)
+        if row["metric"] == "time" and row["impl"] != report.OURS and call(row) in ours:
+            flat["ratio"] = row["time_ms"]["p50"] / ours[call(row)]
+        groups.setdefault((row["metric"], *call(row)), len(groups))
         rows.append(flat)
+    rows.sort(key=lambda row: (groups[row["metric"], *call(row)], rank.get(row["impl"], len(rank))))
     runs = [
         {name: run[name] for name in ("id", "started_at", "commit", "command", "environment", "protocol", "ceilings")}
         for run in document["runs"]
     ]
     skipped = [{name: skip[name] for name in ("case", "op", "impl", "reason")} for skip in document["skipped"]]
-    return {"runs": runs, "rows": rows, "skipped": skipped}
+    present = {row["impl"] for row in (*rows, *skipped)}
+    names = {
+        name: PEERS[name].label if name in PEERS else name
+        for name in sorted(present, key=lambda n: rank.get(n, len(rank)))
+    }
+    return {"runs": runs, "names": names, "rows": rows, "skipped": skipped}
+
+
+def summary(document: dict[str, Any]) -> str:
+    """The README's table of means, in Markdown; empty without rows of the grid."""
+    return "\n\n".join(table.markdown() for table in report.mean_tables(document))
