@@ -79,6 +79,15 @@ def test_scratch_memory_is_linear():
     assert rows[1] <= 2 * 4 * (16000 + 64)
 
 
+def test_whole_head_refuses_what_it_would_get_wrong():
+    p = problem(*dense())
+    assert hopper.plan(p, True, hopper.whole_head(p)).grid == 2 * 2
+    for bad in (dict(window_left=100), dict(seqused=True), dict(causal=True, seqlen_q=257)):
+        assert hopper.whole_head_reason(dataclasses.replace(p, **bad))
+        with pytest.raises(ValueError, match="whole_head"):
+            hopper.plan(dataclasses.replace(p, **bad), True, hopper.whole_head(p))
+
+
 def test_split_when_deterministic():
     p = problem(*dense())
     assert hopper.plan(p, False).config.dq
@@ -91,6 +100,30 @@ def test_split_when_deterministic():
 def test_fused_protocol(stages, dq):
     for seed in range(40):
         backward_protocol.run(backward_protocol.Shape(*stages, dq=dq), seed % 9, seed)
+
+
+@pytest.mark.parametrize("stages", [(2, 2), (3, 2)])
+@pytest.mark.parametrize("tiles", [2, 3, 5])
+def test_whole_head_protocol(stages, tiles):
+    for seed in range(40):
+        backward_protocol.run(backward_protocol.Shape(*stages, tiles=tiles), 1 + seed % 5, seed)
+
+
+def test_model_notices_keys_that_come_too_early(monkeypatch):
+    """Without kv_empty the next tile's K replaces dK before it has left."""
+    setup = backward_protocol.Machine.__post_init__
+
+    def without(machine):
+        setup(machine)
+        machine.kv_empty.wait = lambda parity: iter(())
+
+    def many_runs():
+        for seed in range(100):
+            backward_protocol.run(backward_protocol.Shape(tiles=3), 2, seed)
+
+    monkeypatch.setattr(backward_protocol.Machine, "__post_init__", without)
+    with pytest.raises(protocol.ProtocolError):
+        many_runs()
 
 
 @pytest.mark.parametrize("stages", [(3, 2), (2, 2), (2, 1)])
@@ -219,6 +252,21 @@ def test_shipped_tiles_compile_well(sm90, d, causal, deterministic):
     assert names == ["attn_bwd_before_kernel", "attn_bwd_hopper", last]
 
 
+@pytest.mark.aot
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("d", [64, 128])
+def test_whole_head_compiles_well(sm90, monkeypatch, d, causal):
+    tensors = dense(d, heads=(4, 4), dtype=torch.bfloat16)
+    p = problem(*tensors, causal=causal)
+    monkeypatch.setattr(hopper, "tiles", lambda problem, deterministic, chosen=hopper.whole_head(p): chosen)
+    monkeypatch.setattr(hopper, "_plans", {})
+    names = []
+    for name, *rest in compiled(p, Extras(), tensors, False):
+        assert_good(name, *rest, most=96 if causal else 16)  # words of per-tile scalars
+        names.append(name)
+    assert names == ["attn_bwd_before_kernel", "attn_bwd_hopper"]
+
+
 FEATURES = {
     "group": (dict(causal=True), {}),
     "ragged": (dict(seqlen_k=250), {}),
@@ -299,16 +347,23 @@ def run(p, q, k, v, do, out, lse, dlse=None, extras=Extras(), deterministic=Fals
     return (dq, dk, dv) if dsink is None else (dq, dk, dv, dsink)
 
 
+PATHS = {"fused": dict(deterministic=False), "split": dict(deterministic=True), "whole head": {}}
+
+
 def check(p, q, k, v, do, extras=Extras(), with_dlse=True):
-    """Both paths inside the project's error budget against same-dtype eager attention, measured against fp64."""
+    """All paths inside the project's error budget against same-dtype eager attention, measured against fp64."""
     dlse = randn(*q.shape[:3], dtype=torch.float32, seed=9) if with_dlse else None
     out, lse, exact = eager_gradients(p, q, k, v, do, dlse, extras, torch.float64)
     eager = eager_gradients(p, q, k, v, do, dlse, extras, q.dtype)[2]
-    for deterministic in (False, True):
-        found = run(p, q, k, v, do, out.to(q.dtype), lse.float(), dlse, extras, deterministic)
+    for path, kw in PATHS.items():
+        if path == "whole head":
+            if hopper.whole_head_reason(p):
+                continue
+            kw = dict(config=hopper.whole_head(p))
+        found = run(p, q, k, v, do, out.to(q.dtype), lse.float(), dlse, extras, **kw)
         for name, x, truth, base in zip(("dq", "dk", "dv", "dsink"), found, exact, eager, strict=False):
             err, own = (x.double() - truth).abs(), (base.double() - truth).abs()
-            where = (name, deterministic, err.max().item(), own.max().item())
+            where = (name, path, err.max().item(), own.max().item())
             assert torch.isfinite(x).all(), where
             assert err.max() <= 2 * own.max() + 1e-3 * truth.abs().max(), where
             assert err.mean() <= 1.2 * own.mean() + 1e-4, where
@@ -442,24 +497,25 @@ def test_packed_equals_one_by_one(d, causal, deterministic):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("d", "causal"), [(64, True), (128, True), (128, False)])
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_a_thousand_runs_are_bitwise_equal(d, causal, deterministic):
+@pytest.mark.parametrize("path", PATHS)
+def test_a_thousand_runs_are_bitwise_equal(d, causal, path):
     """All gradients when deterministic; dK and dV always. Other work on the machine shifts the timing."""
     q, k, v, do = qkvo(d, nq=1000, nk=1000, heads=(16, 4))
     p = problem(q, k, v, causal=causal)
     out, lse, _g = eager_gradients(p, q, k, v, do, None, Extras(), torch.float64)
     out, lse = out.to(q.dtype), lse.float()
-    want = run(p, q, k, v, do, out, lse, deterministic=deterministic)
+    kw = dict(config=hopper.whole_head(p)) if path == "whole head" else PATHS[path]
+    want = run(p, q, k, v, do, out, lse, **kw)
     load = torch.randn(2048, 2048, device="cuda")
     side = torch.cuda.Stream()
     for i in range(1000):
         if i % 10 == 0:
             with torch.cuda.stream(side):
                 load @ load
-        got = run(p, q, k, v, do, out, lse, deterministic=deterministic)
+        got = run(p, q, k, v, do, out, lse, **kw)
         assert torch.equal(want[1], got[1]), i
         assert torch.equal(want[2], got[2]), i
-        if deterministic:
+        if path != "fused":
             assert torch.equal(want[0], got[0]), i
         else:
             torch.testing.assert_close(want[0], got[0], atol=1e-3, rtol=2e-2)

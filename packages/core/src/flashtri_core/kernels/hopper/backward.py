@@ -11,6 +11,10 @@ by ``red.global.add``, zeroed by the pre-pass and converted to 16 bits afterward
 those additions varies from run to run; with ``C.dq = False`` the kernel leaves dQ out, and :mod:`.backward_split` computes
 it without sharing: the deterministic path.
 
+With ``C.whole_head`` one block walks over all key tiles of a head, from the last to the first. Then dQ has one writer: a row's
+first addition is a store, so nothing needs zeroing, the order is fixed, and the block itself converts dQ at the end. It takes
+about as many heads as the GPU has multiprocessors.
+
 One step takes BLOCK_M query rows of one head; the heads of a GQA group follow one another, so that dK and dV are summed
 in registers. dQ's product needs dS of all 128 keys: each warpgroup writes its dS^T to shared memory, waits for the other's
 and computes one 64 x 64 half of the dQ tile (half the columns at D = 128, half the rows at D = 64).
@@ -26,6 +30,7 @@ Barriers (``full``: the bytes are there; ``empty``: all readers are done)::
                                        ds[2, 0], ds[2, 1] ----------> wait ds_full[b]; issue dQ = dS K, dK += dS^T Q
                        do_empty[s] <-- dV, dQ are in registers ------ add dQ to memory
                        q_empty[s]  <-- dK is in registers -----------
+    next tile: wait kv_empty           k[w], v[w]       <------------ dK, dV leave through them
 
 ``ds`` has two buffers and no ``empty`` barrier: a warpgroup that writes buffer b again has waited, one step before, for
 both warpgroups to fill the other buffer, and each of them did that after its last read of b. K's rows are read by both
@@ -66,6 +71,24 @@ _RED = "".join(
 RED_V4 = gl.constexpr("{\n" + _RED + "".join(f"mov.u32 ${i}, 0;\n" for i in range(8)) + "}")
 RED_V4_OPERANDS = gl.constexpr(",".join(["=r"] * 8 + ["f"] * 32 + ["l"] * 32))
 
+# The same where the first writer stores: $72-$103 say 32 times whether this is it.
+_FIRST = "".join(
+    f"@p st.relaxed.gpu.global.v4.f32 [$40+{2048 * i}], {{${8 + 4 * i},${9 + 4 * i},${10 + 4 * i},${11 + 4 * i}}};\n"
+    f"@!p red.relaxed.gpu.global.add.v4.f32 [$40+{2048 * i}], {{${8 + 4 * i},${9 + 4 * i},${10 + 4 * i},${11 + 4 * i}}};\n"
+    for i in range(8)
+)
+FIRST_V4 = gl.constexpr(
+    "{\n.reg .pred p;\nsetp.ne.s32 p, $72, 0;\n" + _FIRST + "".join(f"mov.u32 ${i}, 0;\n" for i in range(8)) + "}"
+)
+FIRST_V4_OPERANDS = gl.constexpr(",".join(["=r"] * 8 + ["f"] * 32 + ["l"] * 32 + ["r"] * 32))
+
+# And back: $0-$31 what the thread's eight pieces hold, $32-$63 its address.
+_LOAD = "".join(
+    f"ld.relaxed.gpu.global.v4.f32 {{${4 * i},${1 + 4 * i},${2 + 4 * i},${3 + 4 * i}}}, [$32+{2048 * i}];\n" for i in range(8)
+)
+LOAD_V4 = gl.constexpr("{\n" + _LOAD + "}")
+LOAD_V4_OPERANDS = gl.constexpr(",".join(["=f"] * 32 + ["l"] * 32))
+
 
 class Tiles(NamedTuple):
     """Shared memory. ``k_panels`` and ``ds_panels`` are K and dS^T seen as 64 x 64 panels, dQ's operands."""
@@ -87,6 +110,7 @@ class Bars(NamedTuple):
     k_full: Any
     v_full: Any
     k_done: Any
+    kv_empty: Any
     q_full: Any
     q_empty: Any
     do_full: Any
@@ -134,11 +158,24 @@ def opaque_zero():
 
 
 @gluon.jit
-def locate(sizes, CU_Q, CU_K, USED_K, variant, args, C: gl.constexpr):
-    """Which keys this thread block owns, and the blocks of query rows that it walks over (in units of BLOCK_M rows)."""
+def turns_of(sizes, C: gl.constexpr):
+    """Key tiles that a thread block takes, one after the other."""
+    turns = 1
+    if C.whole_head:
+        turns = sizes.blocks
+    return turns
+
+
+@gluon.jit
+def locate(turn, sizes, CU_Q, CU_K, USED_K, variant, args, C: gl.constexpr):
+    """This turn's keys, and the blocks of query rows that see them (in units of BLOCK_M rows)."""
     BLOCK_M: gl.constexpr = C.block_m
     pid = gl.program_id(0)
-    if C.packed:
+    if C.whole_head:
+        z = pid // sizes.heads
+        hk = pid % sizes.heads
+        start_n = (sizes.blocks - 1 - turn) * BLOCK_N
+    elif C.packed:
         hk, z, start_n = packed_tile(pid, sizes.blocks, sizes.batch_heads, CU_K, BLOCK_N, False)
     else:
         zh, start_n = dense_tile(pid, sizes.blocks, sizes.batch_heads, sizes.head_group, BLOCK_N, False)
@@ -211,23 +248,27 @@ def producer(
     q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, CU_Q, CU_K, USED_K, sizes, variant, args, tiles, bars,
     C: gl.constexpr,
 ):  # fmt: skip
-    """Loads K and V once and streams Q, dO and their statistics."""
-    t = locate(sizes, CU_Q, CU_K, USED_K, variant, args, C)
-    zb = 0 if C.packed else t.z  # packed tensors have no batch axis
-    mbarrier.expect(bars.k_full.index(0), 4 * HALF * C.d)
-    load_half(k_desc, zb, t.hk, t.k_row0 + t.start_n, bars.k_full.index(0), tiles.k)
+    """Loads a tile's K and V once and streams Q, dO and their statistics."""
     count = 0
-    for g in range(sizes.group):
-        h = t.hk * sizes.group + g
-        block0 = first_block(t.z, h, t.q_row0, sizes, C)
-        for m in range(t.lo, t.hi):
-            row = t.q_row0 + m * C.block_m
-            load_q(q_desc, lse_desc, zb, h, row, block0 + m, count, tiles, bars, C)
-            if count == 0:
-                mbarrier.expect(bars.v_full.index(0), 4 * HALF * C.d)
-                load_half(v_desc, zb, t.hk, t.k_row0 + t.start_n, bars.v_full.index(0), tiles.v)
-            load_do(do_desc, delta_desc, zb, h, row, block0 + m, count, tiles, bars, C)
-            count += 1
+    for turn in range(turns_of(sizes, C)):
+        t = locate(turn, sizes, CU_Q, CU_K, USED_K, variant, args, C)
+        zb = 0 if C.packed else t.z  # packed tensors have no batch axis
+        if C.whole_head:
+            mbarrier.wait(bars.kv_empty.index(0), (turn & 1) ^ 1)
+        mbarrier.expect(bars.k_full.index(0), 4 * HALF * C.d)
+        load_half(k_desc, zb, t.hk, t.k_row0 + t.start_n, bars.k_full.index(0), tiles.k)
+        before = count
+        for g in range(sizes.group):
+            h = t.hk * sizes.group + g
+            block0 = first_block(t.z, h, t.q_row0, sizes, C)
+            for m in range(t.lo, t.hi):
+                row = t.q_row0 + m * C.block_m
+                load_q(q_desc, lse_desc, zb, h, row, block0 + m, count, tiles, bars, C)
+                if count == before:
+                    mbarrier.expect(bars.v_full.index(0), 4 * HALF * C.d)
+                    load_half(v_desc, zb, t.hk, t.k_row0 + t.start_n, bars.v_full.index(0), tiles.v)
+                load_do(do_desc, delta_desc, zb, h, row, block0 + m, count, tiles, bars, C)
+                count += 1
 
 
 # ------------------------------------------------------------------------------------------------------------- step
@@ -250,8 +291,8 @@ def issue_dq(tiles, buffer, zero, WG: gl.constexpr, DQ_LAYOUT: gl.constexpr, C: 
 
 
 @gluon.jit
-def add_dq(dq, DQ_ACC, block, WG: gl.constexpr, DQ_LAYOUT: gl.constexpr):
-    """Add a [64, 64] half to the accumulator, which holds it thread by thread: 8 x 16 contiguous bytes per thread.
+def dq_address(DQ_ACC, block, WG: gl.constexpr, DQ_LAYOUT: gl.constexpr):
+    """Where the accumulator holds this thread's part of a [64, 64] half: 8 x 16 bytes, 2048 bytes apart.
 
     The thread's number is written with row and column: %tid.x inside the assembly would make ptxas lose uniformity for
     the whole function (vote loops around every descriptor, 500 bytes of spills).
@@ -260,8 +301,63 @@ def add_dq(dq, DQ_ACC, block, WG: gl.constexpr, DQ_LAYOUT: gl.constexpr):
     col = gl.arange(0, HALF, layout=gl.SliceLayout(0, DQ_LAYOUT))
     thread = ((row >> 4) * 32 + (row & 7) * 4)[:, None] + ((col & 7) >> 1)[None, :]
     chunk = (block * 2 + WG).to(gl.int64)
-    address = DQ_ACC.to(gl.int64) + chunk * CHUNK_BYTES + (thread * 16).to(gl.int64)
-    gl.inline_asm_elementwise(RED_V4, RED_V4_OPERANDS, [dq, address], dtype=gl.int8, is_pure=False, pack=32)
+    return DQ_ACC.to(gl.int64) + chunk * CHUNK_BYTES + (thread * 16).to(gl.int64)
+
+
+@gluon.jit
+def add_dq(dq, DQ_ACC, block, first, WG: gl.constexpr, DQ_LAYOUT: gl.constexpr, C: gl.constexpr):
+    """Add a [64, 64] half to the accumulator, or, where ``first`` (with one writer), put it there."""
+    address = dq_address(DQ_ACC, block, WG, DQ_LAYOUT)
+    if C.whole_head:
+        first = gl.full([HALF, HALF], 0, gl.int32, DQ_LAYOUT) + first.to(gl.int32)
+        gl.inline_asm_elementwise(
+            FIRST_V4, FIRST_V4_OPERANDS, [dq, address, first], dtype=gl.int8, is_pure=False, pack=32
+        )
+    else:
+        gl.inline_asm_elementwise(RED_V4, RED_V4_OPERANDS, [dq, address], dtype=gl.int8, is_pure=False, pack=32)
+
+
+@gluon.jit
+def store_dq(x, DQ, stride, z, h, m, Nq, scale, WG: gl.constexpr, DQ_LAYOUT: gl.constexpr, C: gl.constexpr):
+    """This warpgroup's [64, 64] half of the m-th block's dQ, scaled, to its place in memory."""
+    row = m * C.block_m + gl.arange(0, HALF, layout=gl.SliceLayout(1, DQ_LAYOUT))
+    col = gl.arange(0, HALF, layout=gl.SliceLayout(0, DQ_LAYOUT))
+    if C.d == 128:
+        col += WG * HALF
+    else:
+        row += WG * HALF
+    base = DQ + z.to(gl.int64) * stride[0] + h.to(gl.int64) * stride[1]
+    ptrs = base + gl.multiple_of(row.to(gl.int64) * stride[2], 8)[:, None] + col[None, :]
+    gl.store(ptrs, (x * scale).to(DQ.dtype.element_ty), mask=(row < Nq)[:, None] & (col < C.head_dim)[None, :])
+
+
+@gluon.jit
+def convert_dq(
+    DQ, stride, DQ_ACC, z, hk, sizes, scale, WG: gl.constexpr, DQ_LAYOUT: gl.constexpr, C: gl.constexpr
+):  # fmt: skip
+    """fp32 accumulator -> dQ for all heads of the group. Each thread reads what it wrote: nobody waits for anybody.
+
+    Four blocks at a time are on their way, because one would leave the memory idle; the last blocks may come twice.
+    """
+    last = sizes.q_blocks - 1
+    for g in range(sizes.group):
+        h = hk * sizes.group + g
+        block0 = first_block(z, h, 0, sizes, C)
+        for m in range(0, sizes.q_blocks, 4):
+            x0 = load_dq(DQ_ACC, block0 + m, WG, DQ_LAYOUT)
+            x1 = load_dq(DQ_ACC, block0 + gl.minimum(m + 1, last), WG, DQ_LAYOUT)
+            x2 = load_dq(DQ_ACC, block0 + gl.minimum(m + 2, last), WG, DQ_LAYOUT)
+            x3 = load_dq(DQ_ACC, block0 + gl.minimum(m + 3, last), WG, DQ_LAYOUT)
+            store_dq(x0, DQ, stride, z, h, m, sizes.Nq, scale, WG, DQ_LAYOUT, C)
+            store_dq(x1, DQ, stride, z, h, gl.minimum(m + 1, last), sizes.Nq, scale, WG, DQ_LAYOUT, C)
+            store_dq(x2, DQ, stride, z, h, gl.minimum(m + 2, last), sizes.Nq, scale, WG, DQ_LAYOUT, C)
+            store_dq(x3, DQ, stride, z, h, gl.minimum(m + 3, last), sizes.Nq, scale, WG, DQ_LAYOUT, C)
+
+
+@gluon.jit
+def load_dq(DQ_ACC, block, WG: gl.constexpr, DQ_LAYOUT: gl.constexpr):
+    address = dq_address(DQ_ACC, block, WG, DQ_LAYOUT)
+    return gl.inline_asm_elementwise(LOAD_V4, LOAD_V4_OPERANDS, [address], dtype=gl.float32, is_pure=False, pack=32)
 
 
 @gluon.jit
@@ -278,10 +374,13 @@ def clear_foreign_queries(tiles, q_stage, do_stage, valid, WG: gl.constexpr, C: 
 
 @gluon.jit
 def step(
-    dk, dv, count, h, m, block, t, unit_log2, variant, args, DQ_ACC, tiles, bars, WG: gl.constexpr, MASK: gl.constexpr,
+    dk, dv, count, h, m, block, t, seen, unit_log2, variant, args, DQ_ACC, tiles, bars, WG: gl.constexpr, MASK: gl.constexpr,
     S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, DQ_LAYOUT: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
-    """BLOCK_M query rows of head h: dK, dV of this warpgroup's keys, and this warpgroup's half of the rows' dQ."""
+    """BLOCK_M query rows of head h: dK, dV of this warpgroup's keys, and this warpgroup's half of the rows' dQ.
+
+    Blocks from ``seen`` on have met an earlier key tile of this thread block.
+    """
     BLOCK_M: gl.constexpr = C.block_m
     dtype: gl.constexpr = tiles.k.dtype
     q_stage, q_phase = ring(count, C.q_stages)
@@ -339,7 +438,7 @@ def step(
         mbarrier.arrive(bars.do_empty.index(do_stage), count=1)
         # A branch again, on a barrier that cannot advance before this warpgroup does: the additions stay above the wait.
         mbarrier.wait(bars.ds_full.index(buffer), ds_phase)
-        add_dq(dq, DQ_ACC, block, WG, DQ_LAYOUT)
+        add_dq(dq, DQ_ACC, block, m < seen, WG, DQ_LAYOUT, C)
     else:
         dk = warpgroup_mma(ds16, q, dk, is_async=True)
         dv = warpgroup_mma_wait(1, deps=(dv,))
@@ -375,55 +474,63 @@ def store_rows(x, tile, desc, X, stride, z, h, row, row0, rows, HEAD_DIM: gl.con
 
 @gluon.jit
 def consumer(
-    dk_desc, dv_desc, DK, DV, stride_dk, stride_dv, DQ_ACC, CU_Q, CU_K, USED_K, unit_log2, softmax_scale, sizes, variant,
-    args, tiles, bars, WG: gl.constexpr, C: gl.constexpr,
+    dk_desc, dv_desc, DK, DV, stride_dk, stride_dv, DQ, stride_dq, DQ_ACC, CU_Q, CU_K, USED_K, unit_log2, softmax_scale, sizes,
+    variant, args, tiles, bars, WG: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup WG: keys start_n + 64 WG and the 63 that follow."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.block_m, 16])
     KV_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.d, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, KV_LAYOUT, 2)
     DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
-    t = locate(sizes, CU_Q, CU_K, USED_K, variant, args, C)
-    dk = gl.zeros([HALF, C.d], gl.float32, KV_LAYOUT)
-    dv = gl.zeros([HALF, C.d], gl.float32, KV_LAYOUT)
     count = 0
-    mbarrier.wait(bars.k_full.index(0), 0)
-    if t.lo < t.hi:
-        mbarrier.wait(bars.v_full.index(0), 0)
-        if C.packed or C.used:  # rows past the keys in use are another sequence's, or nobody's
-            valid = t.Nk - t.start_n - WG * HALF
-            if t.Nk - t.start_n < BLOCK_N:
-                clear_rows(tiles.k.index(WG).reshape([HALF, C.d]), valid, HALF, C.d)
-                clear_rows(tiles.v.index(WG).reshape([HALF, C.d]), valid, HALF, C.d)
-                fence_async_shared()
-                named_barrier_wait(CLEARED, 128, 256)
-    for g in range(sizes.group):
-        h = t.hk * sizes.group + g
-        block0 = first_block(t.z, h, t.q_row0, sizes, C)
-        if C.edge_lo:
-            for m in range(t.lo, t.free_lo):
-                dk, dv = step(dk, dv, count, h, m, block0 + m, t, unit_log2, variant, args, DQ_ACC, tiles, bars, WG, True,
-                              S_LAYOUT, P_LAYOUT, DQ_LAYOUT, C)  # fmt: skip
+    seen = sizes.q_blocks
+    for turn in range(turns_of(sizes, C)):
+        t = locate(turn, sizes, CU_Q, CU_K, USED_K, variant, args, C)
+        dk = gl.zeros([HALF, C.d], gl.float32, KV_LAYOUT)
+        dv = gl.zeros([HALF, C.d], gl.float32, KV_LAYOUT)
+        mbarrier.wait(bars.k_full.index(0), turn & 1)
+        if t.lo < t.hi:
+            mbarrier.wait(bars.v_full.index(0), turn & 1)  # (with whole_head, every tile has queries)
+            if C.packed or C.used:  # rows past the keys in use are another sequence's, or nobody's
+                valid = t.Nk - t.start_n - WG * HALF
+                if t.Nk - t.start_n < BLOCK_N:
+                    clear_rows(tiles.k.index(WG).reshape([HALF, C.d]), valid, HALF, C.d)
+                    clear_rows(tiles.v.index(WG).reshape([HALF, C.d]), valid, HALF, C.d)
+                    fence_async_shared()
+                    named_barrier_wait(CLEARED, 128, 256)
+        for g in range(sizes.group):
+            h = t.hk * sizes.group + g
+            block0 = first_block(t.z, h, t.q_row0, sizes, C)
+            if C.edge_lo:
+                for m in range(t.lo, t.free_lo):
+                    dk, dv = step(dk, dv, count, h, m, block0 + m, t, seen, unit_log2, variant, args, DQ_ACC, tiles, bars,
+                                  WG, True, S_LAYOUT, P_LAYOUT, DQ_LAYOUT, C)  # fmt: skip
+                    count += 1
+            for m in range(gl.maximum(t.lo, t.free_lo), t.free_hi):
+                dk, dv = step(dk, dv, count, h, m, block0 + m, t, seen, unit_log2, variant, args, DQ_ACC, tiles, bars,
+                              WG, False, S_LAYOUT, P_LAYOUT, DQ_LAYOUT, C)  # fmt: skip
                 count += 1
-        for m in range(gl.maximum(t.lo, t.free_lo), t.free_hi):
-            dk, dv = step(dk, dv, count, h, m, block0 + m, t, unit_log2, variant, args, DQ_ACC, tiles, bars, WG, False,
-                          S_LAYOUT, P_LAYOUT, DQ_LAYOUT, C)  # fmt: skip
-            count += 1
-        if C.edge_hi:
-            for m in range(t.free_hi, t.hi):
-                dk, dv = step(dk, dv, count, h, m, block0 + m, t, unit_log2, variant, args, DQ_ACC, tiles, bars, WG, True,
-                              S_LAYOUT, P_LAYOUT, DQ_LAYOUT, C)  # fmt: skip
-                count += 1
-    zb = 0 if C.packed else t.z
-    row = t.start_n + WG * HALF
-    if C.dq:
-        mbarrier.arrive(bars.k_done.index(0), count=1)
-    store_rows(dv, tiles.v.index(WG), dv_desc, DV, stride_dv, zb, t.hk, row, t.k_row0, t.k_rows, C.head_dim_v, C)
-    if C.dq:
-        mbarrier.wait(bars.k_done.index(0), 0)
-    dk = dk * softmax_scale
-    store_rows(dk, tiles.k.index(WG), dk_desc, DK, stride_dk, zb, t.hk, row, t.k_row0, t.k_rows, C.head_dim, C)
-    tma.store_wait(0)
+            if C.edge_hi:
+                for m in range(t.free_hi, t.hi):
+                    dk, dv = step(dk, dv, count, h, m, block0 + m, t, seen, unit_log2, variant, args, DQ_ACC, tiles, bars,
+                                  WG, True, S_LAYOUT, P_LAYOUT, DQ_LAYOUT, C)  # fmt: skip
+                    count += 1
+        zb = 0 if C.packed else t.z
+        row = t.start_n + WG * HALF
+        if C.dq:
+            mbarrier.arrive(bars.k_done.index(0), count=1)
+        store_rows(dv, tiles.v.index(WG), dv_desc, DV, stride_dv, zb, t.hk, row, t.k_row0, t.k_rows, C.head_dim_v, C)
+        if C.dq:
+            mbarrier.wait(bars.k_done.index(0), turn & 1)
+        dk = dk * softmax_scale
+        store_rows(dk, tiles.k.index(WG), dk_desc, DK, stride_dk, zb, t.hk, row, t.k_row0, t.k_rows, C.head_dim, C)
+        tma.store_wait(0)
+        if C.whole_head:
+            mbarrier.arrive(bars.kv_empty.index(0), count=1)
+            seen = gl.minimum(seen, t.lo)
+    if C.whole_head:
+        z = gl.program_id(0) // sizes.heads
+        convert_dq(DQ, stride_dq, DQ_ACC, z, gl.program_id(0) % sizes.heads, sizes, softmax_scale, WG, DQ_LAYOUT, C)
 
 
 # ------------------------------------------------------------------------------------------------------------ kernel
@@ -432,14 +539,14 @@ def consumer(
     do_not_specialize_on_alignment=["CU_Q", "CU_K", "USED_K"],
 )
 def attn_bwd_hopper(
-    q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, dk_desc, dv_desc, DK, DV, stride_dk, stride_dv, DQ_ACC, CU_Q,
-    CU_K, USED_K, variant, args, unit_log2, softmax_scale, heads, group, Nq, Nk, blocks, batch_heads, head_group, q_blocks,
-    C: gl.constexpr,
+    q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, dk_desc, dv_desc, DK, DV, stride_dk, stride_dv, DQ, stride_dq,
+    DQ_ACC, CU_Q, CU_K, USED_K, variant, args, unit_log2, softmax_scale, heads, group, Nq, Nk, blocks, batch_heads, head_group,
+    q_blocks, C: gl.constexpr,
 ):  # fmt: skip
-    """Grid: one thread block per 128 keys of a key head. ``C`` is a :class:`.BackwardConfig`; ``heads`` counts key heads.
+    """Grid: one thread block per 128 keys, or per head. ``C``: a :class:`.BackwardConfig`; ``heads`` counts key heads.
 
     ``lse_desc``, ``delta_desc``: fp32, blocks of BLOCK_M rows as :func:`first_block` numbers them, LSE in base 2 and +inf on
-    rows that are not there. ``DQ_ACC``: fp32, BLOCK_M * D zeros per block.
+    rows that are not there. ``DQ_ACC``: fp32, BLOCK_M * D per block, zeros unless ``C.whole_head``, which alone fills ``DQ``.
     """
     dtype: gl.constexpr = q_desc.dtype
     PANEL: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -462,6 +569,7 @@ def attn_bwd_hopper(
         barriers(1, 1),
         barriers(1, 1),
         barriers(1, 2),
+        barriers(1, 2),
         barriers(C.q_stages, 1),
         barriers(C.q_stages, 2),
         barriers(C.do_stages, 1),
@@ -471,10 +579,10 @@ def attn_bwd_hopper(
     fence_async_shared()
     sizes = Sizes(heads, group, Nq, Nk, blocks, batch_heads, head_group, q_blocks)
     gl.warp_specialize([
-        (consumer, (dk_desc, dv_desc, DK, DV, stride_dk, stride_dv, DQ_ACC, CU_Q, CU_K, USED_K, unit_log2, softmax_scale,
-                    sizes, variant, args, tiles, bars, 0, C)),
-        (consumer, (dk_desc, dv_desc, DK, DV, stride_dk, stride_dv, DQ_ACC, CU_Q, CU_K, USED_K, unit_log2, softmax_scale,
-                    sizes, variant, args, tiles, bars, 1, C)),
+        (consumer, (dk_desc, dv_desc, DK, DV, stride_dk, stride_dv, DQ, stride_dq, DQ_ACC, CU_Q, CU_K, USED_K, unit_log2,
+                    softmax_scale, sizes, variant, args, tiles, bars, 0, C)),
+        (consumer, (dk_desc, dv_desc, DK, DV, stride_dk, stride_dv, DQ, stride_dq, DQ_ACC, CU_Q, CU_K, USED_K, unit_log2,
+                    softmax_scale, sizes, variant, args, tiles, bars, 1, C)),
         (producer, (q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, CU_Q, CU_K, USED_K, sizes, variant, args, tiles,
                     bars, C)),
     ], [4, 1], [C.consumer_regs, C.producer_regs])  # fmt: skip

@@ -22,6 +22,7 @@ class Shape:
     q_stages: int = 2  # K's stages in the dQ kernel
     do_stages: int = 2  # V's stages there
     dq: bool = True
+    tiles: int = 1  # key tiles that the thread block takes (whole_head)
 
 
 def _bars(number: int, count: int) -> list[MBarrier]:
@@ -41,6 +42,7 @@ class Machine:
     def __post_init__(self) -> None:
         s = self.shape
         self.once, self.done = _bars(2, 1), MBarrier(2)  # k_full, v_full (or q_full); k_done
+        self.kv_empty = MBarrier(2)
         self.full = {"q": _bars(s.q_stages, 1), "do": _bars(s.do_stages, 1)}
         self.empty = {"q": _bars(s.q_stages, 2), "do": _bars(s.do_stages, 2)}
         self.ds_full = _bars(2, 2)
@@ -82,60 +84,70 @@ class Machine:
         self.empty[ring][step % len(self.ring[ring])].arrive()
 
 
-def _load_once(m: Machine, name: str, bar: MBarrier) -> None:
-    m.copy_in(lambda label: m.own.__setitem__(name, [label, label]), name, bar)
+def _load_once(m: Machine, name: str, bar: MBarrier, tile: int = 0) -> None:
+    m.copy_in(lambda label: m.own.__setitem__(name, [label, label]), (name, tile), bar)
 
 
 def fused_producer(m: Machine, steps: int) -> Role:
-    """``steps`` = BLOCK_M blocks over all heads of the group."""
-    _load_once(m, "k", m.once[0])
-    for step in range(steps):
-        yield from m.load("q", step)
-        if step == 0:
-            _load_once(m, "v", m.once[1])
-        yield from m.load("do", step)
-    yield
+    """``steps`` = BLOCK_M blocks over all heads of the group, for each tile."""
+    for tile in range(m.shape.tiles):
+        if m.shape.tiles > 1:
+            yield from m.kv_empty.wait((tile & 1) ^ 1)
+        _load_once(m, "k", m.once[0], tile)
+        for step in range(tile * steps, (tile + 1) * steps):
+            yield from m.load("q", step)
+            if step == tile * steps:
+                _load_once(m, "v", m.once[1], tile)
+            yield from m.load("do", step)
+        yield
 
 
 def fused_consumer(m: Machine, w: int, steps: int) -> Role:
     """Warpgroup ``w`` of the fused kernel, and of the dK, dV kernel when ``shape.dq`` is off."""
-    yield from m.once[0].wait(0)
-    if steps:
-        yield from m.once[1].wait(0)
-    for step in range(steps):
-        buffer = step & 1
-        yield from m.arrived("q", step)
-        expect(m.own["k"][w], "k")
-        yield from m.arrived("do", step)
-        expect(m.own["v"][w], "v")
-        yield  # S and dP are under way
-        m.holds("q", step)
-        m.holds("do", step)
-        if m.shape.dq:
-            m.ds[buffer][w] = step
-            yield
-            m.ds_full[buffer].arrive()
-            yield
-            yield from m.ds_full[buffer].wait((step >> 1) & 1)
-            for _ in range(2):  # dQ reads both halves of dS and all of K
-                expect(m.ds[buffer], [step, step])
-                expect(m.own["k"], ["k", "k"])
+    for tile in range(m.shape.tiles):
+        k, v = ("k", tile), ("v", tile)
+        yield from m.once[0].wait(tile & 1)
+        if steps:
+            yield from m.once[1].wait(tile & 1)
+        for step in range(tile * steps, (tile + 1) * steps):
+            buffer = step & 1
+            yield from m.arrived("q", step)
+            expect(m.own["k"][w], k)
+            yield from m.arrived("do", step)
+            expect(m.own["v"][w], v)
+            yield  # S and dP are under way
+            m.holds("q", step)
+            m.holds("do", step)
+            if m.shape.dq:
+                m.ds[buffer][w] = step
                 yield
-        m.release("do", step)
+                m.ds_full[buffer].arrive()
+                yield
+                yield from m.ds_full[buffer].wait((step >> 1) & 1)
+                for _ in range(2):  # dQ reads both halves of dS and all of K
+                    expect(m.ds[buffer], [step, step])
+                    expect(m.own["k"], [k, k])
+                    yield
+            m.release("do", step)
+            yield
+            if m.shape.dq:
+                yield from m.ds_full[buffer].wait((step >> 1) & 1)  # the branch that holds the additions up
+                m.added.append((step, w))
+            m.release("q", step)
+            yield
+        if m.shape.dq:
+            m.done.arrive()
+        m.own["v"][w] = "dv"
         yield
         if m.shape.dq:
-            yield from m.ds_full[buffer].wait((step >> 1) & 1)  # the branch that holds the additions up
-            m.added.append((step, w))
-        m.release("q", step)
-        yield
-    if m.shape.dq:
-        m.done.arrive()
-    m.own["v"][w] = "dv"
-    yield
-    if m.shape.dq:
-        yield from m.done.wait(0)
-    m.own["k"][w] = "dk"
-    m.stored += [("dv", w), ("dk", w)]
+            yield from m.done.wait(tile & 1)
+        m.own["k"][w] = "dk"
+        for _ in range(2):  # the stores read them
+            expect((m.own["k"][w], m.own["v"][w]), ("dk", "dv"))
+            yield
+        m.stored += [("dv", w), ("dk", w)]
+        if m.shape.tiles > 1:
+            m.kv_empty.arrive()
 
 
 def dq_producer(m: Machine, steps: int) -> Role:
@@ -163,14 +175,14 @@ def dq_consumer(m: Machine, w: int, steps: int) -> Role:
             m.release("q", step - 1)
         yield
     m.holds("q", steps - 1)
-    expect(m.own["k"][w], "k")
+    expect(m.own["k"][w], ("k", 0))
     m.own["k"][w] = "dq"
     m.stored.append(("dq", w))
     yield
 
 
 def run(shape: Shape, steps: int, seed: int, split_dq: bool = False, patience: int = 20000) -> None:
-    """Execute one thread block of the fused kernel, or of the dQ kernel (``split_dq``), in random order.
+    """Execute one thread block of the fused kernel (``steps`` per tile), or of the dQ kernel (``split_dq``), in random order.
 
     Raises:
         ProtocolError: a wrong buffer, an incomplete result, or no end within ``patience`` idle steps.
@@ -190,9 +202,9 @@ def run(shape: Shape, steps: int, seed: int, split_dq: bool = False, patience: i
                 del m.roles[name]
                 break
         turns += 1
-        if turns > patience * (1 + steps):
+        if turns > patience * (1 + steps) * shape.tiles:
             raise ProtocolError(f"deadlock; still alive: {sorted(m.roles)}")
     wanted = [("dq", w) for w in range(2)] if split_dq else [(x, w) for x in ("dk", "dv") for w in range(2)]
-    expect(sorted(m.stored), wanted)
+    expect(sorted(m.stored), sorted(wanted * shape.tiles))
     if shape.dq and not split_dq:
-        expect(sorted(m.added), [(step, w) for step in range(steps) for w in range(2)])
+        expect(sorted(m.added), [(step, w) for step in range(steps * shape.tiles) for w in range(2)])

@@ -21,7 +21,6 @@ from .common import Block, Constants, Launch, four_axes, tma_reason
 BLOCK_N = 128  # keys per thread block of the fused kernel
 
 
-
 @dataclass(frozen=True)
 class BackwardConfig:
     """Everything the compiler needs to know about one fused (or dK, dV) kernel."""
@@ -31,6 +30,7 @@ class BackwardConfig:
     do_stages: int = 2
     early_dv: bool = False  # issue dV before dS is known: more overlap, more registers
     dq: bool = True  # add dQ to the accumulator; False leaves it to the dQ kernel
+    whole_head: bool = False  # one thread block takes all key tiles of a head: no zeroing, a fixed order, no conversion pass
     consumer_regs: int = 240
     producer_regs: int = 24
     d: int = 128
@@ -78,14 +78,37 @@ def tiles(problem: Problem, deterministic: bool) -> BackwardConfig:
     return BackwardConfig(block_m=64, q_stages=3 if third_q else 2, dq=not deterministic)
 
 
+def whole_head_reason(problem: Problem) -> str:
+    """Why one thread block cannot take all key tiles of a head; empty when it can.
+
+    The last tile, the one with key 0, must be seen by every row, and every tile by some row.
+    """
+    if problem.varlen or problem.seqused or problem.mask_kind not in ("full", "causal"):
+        return "whole_head takes dense full and causal attention"
+    if problem.causal and problem.seqlen_q > problem.seqlen_k:
+        return "whole_head takes causal attention with no more queries than keys"
+    return ""
+
+
+def whole_head(problem: Problem) -> BackwardConfig:
+    """The tiles for a thread block per head. Nothing chooses them yet: see NOTES_backward.md."""
+    return replace(tiles(problem, deterministic=False), dq=True, whole_head=True)
+
+
 def specialise(config: BackwardConfig, problem: Problem) -> BackwardConfig:
-    """``config`` with the fields that follow from the problem."""
+    """``config`` with the fields that follow from the problem.
+
+    Raises:
+        ValueError: the problem does not fit ``config.whole_head``.
+    """
+    if config.whole_head and whole_head_reason(problem):
+        raise ValueError(whole_head_reason(problem))
     mask = MASKS[problem.mask_kind]
     ragged = problem.varlen or problem.seqused or problem.seqlen_k % BLOCK_N != 0
     return replace(
         config,
         d=width(problem),
-        head_dim=problem.head_dim if problem.varlen else 0,  # only packed stores look at them
+        head_dim=problem.head_dim if problem.varlen or config.whole_head else 0,  # stores without TMA look at them
         head_dim_v=problem.head_dim_v if problem.varlen else 0,
         packed=problem.varlen,
         used=problem.seqused,
@@ -194,6 +217,8 @@ def plan(
         return max(1, min(batch_heads, (l2_bytes or l2_bytes_of(problem)) // max(1, rows * row_bytes)))
 
     blocks, second, grid = _tiling(problem, keys, problem.seqlen_k, problem.total_k, BLOCK_N)
+    if full.whole_head:
+        grid = second
     side = together(second, group * problem.seqlen_q)
     sizes = (keys, group, problem.seqlen_q, problem.seqlen_k, blocks, second, side, q_blocks)
     blocks, second, dq_grid = _tiling(problem, heads, problem.seqlen_q, problem.total_q, dq_config.block_m)
@@ -239,8 +264,8 @@ def after_arguments(p: Plan, problem: Problem, extras: Extras, acc: Tensor, dq: 
 
 
 def fused_arguments(
-    p: Plan, problem: Problem, do: Tensor, q: Tensor, k: Tensor, v: Tensor, stats: Tensor, dk: Tensor, dv: Tensor,
-    acc: Tensor | None, extras: Extras,
+    p: Plan, problem: Problem, do: Tensor, q: Tensor, k: Tensor, v: Tensor, stats: Tensor, dq: Tensor | None, dk: Tensor,
+    dv: Tensor, acc: Tensor | None, extras: Extras,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Of :func:`.backward.attn_bwd_hopper`."""
     c = p.config
@@ -250,8 +275,9 @@ def fused_arguments(
     blocks += [Block(x, (x.shape[0],), (1,), stat) for x in (stats[0], stats[1])]
     blocks += [Block(x, *four_axes(x), keys) for x in (dk, dv)]
     stored = (dk, dv, _strides(dk), _strides(dv)) if c.packed else (None, None, (), ())
+    own = (dq, _strides(dq)) if dq is not None and c.whole_head else (None, ())
     return (
-        *blocks, *stored, acc, extras.cu_seqlens_q, extras.cu_seqlens_k, extras.seqused_k, variant, args, unit_log2,
+        *blocks, *stored, *own, acc, extras.cu_seqlens_q, extras.cu_seqlens_k, extras.seqused_k, variant, args, unit_log2,
         problem.softmax_scale, *p.sizes, p.constants,
     )  # fmt: skip
 
@@ -326,10 +352,13 @@ def jobs(
     delta_rows: Tensor | None,
 ) -> list[tuple[Any, int, tuple[Any, ...]]]:  # fmt: skip
     """(kernel, grid, arguments) of every launch of one backward, in order."""
-    before = before_arguments(p, problem, do, dlse, out, lse, extras, stats, delta_rows, acc)
+    zeroed = None if p.config.whole_head else acc
+    before = before_arguments(p, problem, do, dlse, out, lse, extras, stats, delta_rows, zeroed)
     found: list[tuple[Any, int, tuple[Any, ...]]] = [(attn_bwd_before_kernel, p.stat_blocks, before)]
     if dk is not None and dv is not None:
-        found.append((attn_bwd_hopper, p.grid, fused_arguments(p, problem, do, q, k, v, stats, dk, dv, acc, extras)))
+        found.append((attn_bwd_hopper, p.grid, fused_arguments(p, problem, do, q, k, v, stats, dq, dk, dv, acc, extras)))
+    if p.config.whole_head:
+        return found
     if dq is not None and acc is not None:
         found.append((attn_bwd_after_kernel, p.stat_blocks, after_arguments(p, problem, extras, acc, dq)))
     elif dq is not None:
