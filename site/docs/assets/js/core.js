@@ -36,15 +36,22 @@ class Head {
   /** Ordinary attention of row i in double precision, the whole row of scores at once: what every tile must add up to. */
   plain(i) {
     if (this.rows.has(i)) return this.rows.get(i);
-    const { n, d } = this;
-    const s = Float64Array.from({ length: n }, (_, j) => (this.sees(i, j) ? this.dot(this.q, i, this.k, j) / Math.sqrt(d) : -Infinity));
-    const m = s.reduce((a, b) => Math.max(a, b), -Infinity);
-    const p = s.map((x) => Math.exp(x - m));
-    const l = p.reduce((a, b) => a + b, 0);
-    const o = new Float64Array(d);
-    for (let j = 0; j < n; j++) for (let c = 0; c < d; c++) o[c] += (p[j] / l) * this.v[j * d + c];
-    let delta = 0;
-    for (let c = 0; c < d; c++) delta += o[c] * this.dO[i * d + c];
+    const { n, d } = this, s = new Float64Array(n), o = new Float64Array(d);
+    let m = -Infinity, l = 0, delta = 0;
+    for (let j = 0; j < n; j++) {
+      s[j] = this.sees(i, j) ? this.dot(this.q, i, this.k, j) / Math.sqrt(d) : -Infinity;
+      if (s[j] > m) m = s[j];
+    }
+    for (let j = 0; j < n; j++) {
+      if (s[j] === -Infinity) continue;
+      const p = Math.exp(s[j] - m);
+      l += p;
+      for (let c = 0; c < d; c++) o[c] += p * this.v[j * d + c];
+    }
+    for (let c = 0; c < d; c++) {
+      o[c] /= l;
+      delta += o[c] * this.dO[i * d + c];
+    }
     const row = { o, lse: m + Math.log(l), delta };
     this.rows.set(i, row);
     return row;

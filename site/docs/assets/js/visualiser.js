@@ -13,6 +13,7 @@
   const out = Object.fromEntries(all("[data-out]").map((node) => [node.dataset.out, node]));
   const put = (name, text) => out[name].textContent !== text && (out[name].textContent = text);
   const fixed = (x, digits = 4) => (Number.isFinite(x) ? (x < 0 ? "−" : " ") + Math.abs(x).toFixed(digits) : x < 0 ? "−∞" : "∞");
+  const count = (n, one) => `${n} ${one}${Number(n) === 1 ? "" : "s"}`;
   const small = (x) => (x === 0 ? "0" : x.toExponential(1).replace("-", "−"));
 
   let pass = "forward";
@@ -144,7 +145,7 @@
     put("where", `${where}, tile ${computed} of ${program.tiles.length}${onChip ? (onChip.masked ? ", this one with the mask" : ", this one without a mask") : ""}`);
     if (pass === "forward") {
       const row = rows[grid.picked];
-      put("row", `row ${row.i}, ${row.keys} keys folded in`);
+      put("row", `row ${row.i}, ${count(row.keys, "key")} folded in`);
       put("m", fixed(row.m / Math.sqrt(HEAD_DIM)));
       put("l", fixed(row.l));
       put("alpha", row.keys ? fixed(row.alpha) : "");
@@ -159,7 +160,7 @@
       put("compared", `${compared} of ${rows.length} rows finished`);
     } else {
       const { names, sums, i } = tracked;
-      put("grow", `row ${i} of ${followed === "dkdv" ? "K and V" : "Q"}, ${tracked.tilesSeen} tiles added up`);
+      put("grow", `row ${i} of ${followed === "dkdv" ? "K and V" : "Q"}, ${count(tracked.tilesSeen, "tile")} added up`);
       all("[data-grad]").forEach((node, which) => {
         node.hidden = which >= names.length;
         if (node.hidden) return;
@@ -173,14 +174,14 @@
     put("stepcount", String(active()[0].machine.steps));
     for (const each of active()) {
       const t = each.totals();
-      each.canvas.setAttribute("aria-label", `${each.canvas.dataset.name}: ${t.now} tiles on chip, ${t.done} computed and discarded, ${t.waiting} not reached, ${t.skipped} skipped by the mask. Following block ${each.picked}.`);
+      each.canvas.setAttribute("aria-label", `${each.canvas.dataset.name}: ${count(t.now, "tile")} on chip, ${t.done} computed and discarded, ${t.waiting} not reached, ${t.skipped} skipped by the mask. Following block ${each.picked}.`);
     }
     find("#play").textContent = playing ? "Pause" : "Play";
     find("#play").setAttribute("aria-pressed", String(playing));
   }
 
   function announce() {
-    put("live", `Step ${active()[0].machine.steps}. ${out["n-now"].textContent} tiles on chip, ${out["n-done"].textContent} discarded, ${out["n-waiting"].textContent} to go. ${out.program.textContent}: ${out.where.textContent}.`);
+    put("live", `Step ${active()[0].machine.steps}. ${count(out["n-now"].textContent, "tile")} on chip, ${out["n-done"].textContent} discarded, ${out["n-waiting"].textContent} to go. ${out.program.textContent}: ${out.where.textContent}.`);
   }
 
   let last = 0, owed = 0;
