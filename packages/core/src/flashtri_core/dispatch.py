@@ -137,7 +137,7 @@ def backward_plan(
         ok, reason = launch_backward.supports(problem, q, k, v, dq, dk, dv)
         ok = ok and (impl == "hopper" or not unproven_on_hopper(problem, backward=True))
         if ok:
-            return partial(launch_backward.backward, problem, deterministic=deterministic)
+            return launch_backward.Backward(problem, deterministic)
         if impl == "hopper":
             raise NotImplementedError(f"impl='hopper', backward: {reason}; impl='auto' takes the plain kernel for it")
     _require_triton(problem, q.device)

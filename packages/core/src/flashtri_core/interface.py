@@ -232,28 +232,32 @@ def _cast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, dim: int) -> None:
-    layout = "(B, H, N, D)" if dim == 4 else "(total, H, D)"
-    heads = 1
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dim() != dim:
-            raise ValueError(f"{name} must have {dim} dimensions {layout}, got shape {tuple(x.shape)}")
+    dtype, device = q.dtype, q.device
+    shapes = q.shape, k.shape, v.shape
+    for name, x, shape in zip("qkv", (q, k, v), shapes, strict=True):
+        if len(shape) != dim:
+            layout = "(B, H, N, D)" if dim == 4 else "(total, H, D)"
+            raise ValueError(f"{name} must have {dim} dimensions {layout}, got shape {tuple(shape)}")
         if x.dtype not in DTYPES:
             raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {x.dtype}")
-        if x.dtype != q.dtype:
-            raise TypeError(f"{name} must have q's dtype {q.dtype}, got {x.dtype}")
-        if x.device != q.device:
-            raise ValueError(f"{name} must be on q's device {q.device}, got {x.device}")
-        if not 1 <= x.shape[-1] <= MAX_HEAD_DIM:
-            raise ValueError(f"{name}: head dimension must be 1 to {MAX_HEAD_DIM}, got {x.shape[-1]}")
-    if k.shape[-1] != q.shape[-1]:
-        raise ValueError(f"k must have q's head dimension {q.shape[-1]}, got {k.shape[-1]} (v may differ)")
-    if v.shape[heads] != k.shape[heads]:
-        raise ValueError(f"v must have k's heads {k.shape[heads]}, got {v.shape[heads]}")
-    if dim == 4 and (k.shape[0] != q.shape[0] or v.shape[0] != q.shape[0]):
-        raise ValueError(f"k and v must have q's batch size {q.shape[0]}, got {k.shape[0]} and {v.shape[0]}")
-    if dim == 4 and v.shape[2] != k.shape[2]:
-        raise ValueError(f"v must have k's length {k.shape[2]}, got {v.shape[2]}")
-    hq, hk = q.shape[heads], k.shape[heads]
+        if x.dtype is not dtype:
+            raise TypeError(f"{name} must have q's dtype {dtype}, got {x.dtype}")
+        if x.device != device:
+            raise ValueError(f"{name} must be on q's device {device}, got {x.device}")
+        if not 1 <= shape[-1] <= MAX_HEAD_DIM:
+            raise ValueError(f"{name}: head dimension must be 1 to {MAX_HEAD_DIM}, got {shape[-1]}")
+    (*_, d), (*_, d_k), _ = shapes
+    hq, hk, hv = (shape[1] for shape in shapes)
+    if d_k != d:
+        raise ValueError(f"k must have q's head dimension {d}, got {d_k} (v may differ)")
+    if hv != hk:
+        raise ValueError(f"v must have k's heads {hk}, got {hv}")
+    if dim == 4:
+        batch, k_batch, v_batch = (shape[0] for shape in shapes)
+        if k_batch != batch or v_batch != batch:
+            raise ValueError(f"k and v must have q's batch size {batch}, got {k_batch} and {v_batch}")
+        if shapes[2][2] != shapes[1][2]:
+            raise ValueError(f"v must have k's length {shapes[1][2]}, got {shapes[2][2]}")
     if hk < 1 or hq < 1 or hq % hk:
         raise ValueError(f"q's heads must be a positive multiple of k's, got {hq} and {hk}")
 
@@ -380,7 +384,7 @@ def _call(
     results = [out]
     if return_lse:
         results.append(lse)
-    if return_max_logits:
+    if row_max is not None and return_max_logits:
         axes = (0, 2) if row_max.dim() == 3 else (1,)
         empty = row_max.new_full((row_max.shape[-2],), float("-inf"))
         results.append(row_max.amax(axes) if row_max.numel() else empty)

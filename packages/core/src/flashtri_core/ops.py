@@ -37,7 +37,7 @@ def like_layout(x: Tensor, width: int) -> Tensor:
     """
     if x.dim() == 3:
         return x.new_zeros(x.shape[0], x.shape[1], width)
-    batch, heads, rows = x.shape[0], x.shape[1], x.shape[2]
+    batch, heads, rows, _ = x.shape
     if x.stride(1) < x.stride(2):
         return x.new_empty(batch, rows, heads, width).transpose(1, 2)
     return x.new_empty(batch, heads, rows, width)
@@ -48,7 +48,8 @@ def _statistic(q: Tensor) -> Tensor:
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     if q.dim() == 3:
         return q.new_full((q.shape[1], q.shape[0]), float("-inf"), dtype=dtype)
-    return q.new_empty(q.shape[:3], dtype=dtype)
+    batch, heads, rows, _ = q.shape
+    return q.new_empty(batch, heads, rows, dtype=dtype)
 
 
 #: Launchers by everything their compiled code depends on: a repeated call costs one look-up. Exact shapes are part of
@@ -57,15 +58,13 @@ _plans: dict[tuple[Any, ...], Any] = {}
 _PLAN_LIMIT = 4096
 
 
-def _layout(x: Tensor | None) -> tuple[Any, ...] | None:
-    """What a kernel can depend on in a tensor: shape, strides, dtype, and whether its address is a multiple of 16."""
-    return None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() & 15 == 0)
-
-
 def _plan_key(tensors: tuple[Tensor | None, ...], device: torch.device, rest: tuple[Any, ...]) -> tuple[Any, ...]:
-    layouts = tuple([_layout(x) for x in tensors])
-    extras = tuple([_layout(x) for x in rest[:_N_EXTRAS]])
-    return (device, layouts, extras, rest[_N_EXTRAS:])
+    """What kernels depend on: the options, and each tensor's shape, strides, dtype, and address modulo 16 being 0."""
+    layouts = [  # a list: quicker than a generator
+        None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() & 15 == 0)
+        for x in (*tensors, *rest[:_N_EXTRAS])
+    ]
+    return (device, rest[_N_EXTRAS:], *layouts)
 
 
 def _remember(key: tuple[Any, ...], plan: Any) -> Any:
@@ -75,7 +74,8 @@ def _remember(key: tuple[Any, ...], plan: Any) -> Any:
     return plan
 
 
-def _fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(out, lse, row_max), row_max None where it is not asked for."""
     extras = Extras(*rest[:_N_EXTRAS])
     out, lse = like_layout(q, v.shape[-1]), _statistic(q)
     row_max = _statistic(q) if rest[-1] else None
@@ -87,14 +87,15 @@ def _fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, T
             problem = describe(q, k, v, extras, *numbers)
             plan = _remember(key, dispatch.forward_plan(problem, impl, q, k, v, extras, out, lse))
         plan(q, k, v, extras, out, lse, row_max)
-    return out, lse, q.new_empty(0, dtype=lse.dtype) if row_max is None else row_max
+    return out, lse, row_max
 
 
-def _bwd(
+def _backward(
     do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """(dq, dk, dv, dsink, dbias), None for what is not asked for."""
     extras = Extras(*rest[:_N_EXTRAS])
-    dq, dk, dv, dsink, dbias = _grad_buffers(q, k, v, extras, *rest[-4:])
+    dq, dk, dv, dsink, dbias = grads = _grad_buffers(q, k, v, extras, *rest[-4:])
     if do.stride(-1) != 1 and do.shape[-1] != 1:
         do = do.contiguous()  # e.g. the stride-0 gradient of sum()
     if q.numel() or k.numel():
@@ -106,8 +107,18 @@ def _bwd(
             args = (do, dlse, q, k, v, out, lse, extras, dq, dk, dv, dbias)
             plan = _remember(key, dispatch.backward_plan(problem, impl, deterministic, *args))
         plan(do, dlse, q, k, v, out, lse, extras, dq, dk, dv, dsink, dbias)
-    grads = [q.new_empty(0) if g is None else g for g in (dq, dk, dv, dsink, dbias)]
-    return grads[0], grads[1], grads[2], grads[3], grads[4]
+    return grads
+
+
+def _fwd(q: Tensor, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The forward operator: an operator returns tensors, empty ones for what is not asked for."""
+    out, lse, row_max = _forward(q, *inputs)
+    return out, lse, q.new_empty(0, dtype=lse.dtype) if row_max is None else row_max
+
+
+def _bwd(do: Tensor, dlse: Tensor | None, q: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+    """The backward operator, likewise."""
+    return tuple(q.new_empty(0) if g is None else g for g in _backward(do, dlse, q, *inputs))
 
 
 def _grad_buffers(
@@ -135,10 +146,11 @@ def _bwd_fake(
     return tuple(q.new_empty(0) if g is None else g for g in grads)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor | None]) -> None:
     q, k, v, *rest = inputs
     out, lse, row_max = output
-    ctx.mark_non_differentiable(row_max)
+    if row_max is not None:
+        ctx.mark_non_differentiable(row_max)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, out, lse, *rest[:_N_EXTRAS])
     ctx.options = rest[_N_EXTRAS:-1]
@@ -169,8 +181,8 @@ class _Eager(torch.autograd.Function):
     """The same without the dispatcher, which costs more than a small attention itself."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-        output = _fwd(*inputs)
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+        output = _forward(*inputs)
         _save(ctx, inputs, output)
         return output
 
@@ -178,11 +190,11 @@ class _Eager(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None, _row_max: Tensor | None) -> tuple[Any, ...]:
         if torch.is_grad_enabled():  # create_graph=True: a second derivative would be asked of these gradients
             return _gradients(torch.ops.flashtri.bwd, ctx, do, dlse)
-        return _gradients(_bwd, ctx, do, dlse)
+        return _gradients(_backward, ctx, do, dlse)
 
 
-def attention(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, lse, row_max) of the forward operator's arguments, by the shortest road.
+def attention(*inputs: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(out, lse, row_max) of the forward operator's arguments, by the shortest road; row_max only where asked for.
 
     Plain tensors in eager mode go to the launcher directly. Whatever looks into operators (torch.compile, export, fake
     tensors, subclasses, dispatch modes, functorch, tracing) gets the operator.
@@ -199,7 +211,7 @@ def attention(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
         return torch.ops.flashtri.fwd(*inputs)  # type: ignore[no-any-return]
     if torch.is_grad_enabled() and any([x is not None and x.requires_grad for x in inputs[: 3 + _N_EXTRAS]]):  # noqa: C419  (a list is quicker)
         return _Eager.apply(*inputs)  # type: ignore[no-any-return, no-untyped-call]
-    return _fwd(*inputs)
+    return _forward(*inputs)
 
 
 def _no_double_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:

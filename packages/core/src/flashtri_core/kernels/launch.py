@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .._jit import INTERPRETED
 from ..problem import Extras, Problem
 from ..target import Target, target_of
 from ..tuning import Config, block_of, blocks_of, choose, head_group
 from ..variants import MASKS, assemble, attn_mask, sink
 from .backward import attn_bwd_dbias_kernel, attn_bwd_delta_kernel, attn_bwd_dkdv_kernel, attn_bwd_dq_kernel
 from .forward import attn_fwd_kernel
+from .quick import QuickLaunch
 
 DELTA_ROWS = 64  # query rows per program of the delta pre-pass
 
@@ -27,23 +28,23 @@ class Launch:
 
     def __init__(self, kernel: Any, grid: int, constexprs: tuple[Any, ...], config: Config | None, device: torch.device):
         self.kernel, self.grid, self.constexprs, self.config, self.device = kernel, grid, constexprs, config, device
-        self.compiled: Any = None
+        self.quick: QuickLaunch | None = None
 
     def __call__(self, *args: Any) -> None:
         if self.grid == 0:
             return
-        if self.compiled is not None:
-            if self.device.index == torch.cuda.current_device():
-                self.compiled(*args, *self.constexprs)
-            else:
-                with torch.cuda.device(self.device):
-                    self.compiled(*args, *self.constexprs)
+        if not INTERPRETED and self.device.index != torch.cuda.current_device():
+            with torch.cuda.device(self.device):
+                self(*args)
             return
-        options = {} if self.config is None else {"num_warps": self.config.num_warps, "num_stages": self.config.num_stages}
-        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+        if self.quick is None:
+            options = {} if self.config is None else {"num_warps": self.config.num_warps, "num_stages": self.config.num_stages}
             binary = self.kernel[(self.grid,)](*args, *self.constexprs, **options)
-        if self.device.type == "cuda":
-            self.compiled = binary[(self.grid, 1, 1)]
+            self.quick = None if INTERPRETED else QuickLaunch(binary)
+            return
+        flat = [x.data_ptr() if isinstance(x, Tensor) else x for x in args]
+        if not self.quick.run(self.grid, self.device.index, (*flat, *self.constexprs)):
+            self.quick.compiled[(self.grid, 1, 1)](*args, *self.constexprs)
 
 
 def strides(x: Tensor) -> tuple[int, int, int, int | None, int | None]:

@@ -4,7 +4,7 @@ Gluon is experimental and renames things with every minor version. The aliases b
 and 3.9 for these kernels; the ahead-of-time tests compile every shipped configuration on each version.
 """
 
-import inspect
+from collections.abc import Sequence
 from dataclasses import fields
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -15,6 +15,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import driver
+
+from ..quick import QuickLaunch
 
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
@@ -106,19 +108,17 @@ class Constants:
         return repr(self._config)
 
 
+REMEMBERED = 1024  # encoded descriptors per argument: allocators hand out the same addresses again and again
 _HOST_TYPE = {8: 10, 9: 8, 10: 9}  # the float types are numbered differently on the device and in the driver's API
 
 
-@lru_cache(maxsize=8192)
-def _encode(
-    address: int, shape: tuple[int, ...], strides: tuple[int, ...], swizzle: int, elem_size: int, elem_type: int,
-    box: tuple[int, ...],
-) -> tuple[Any, ...]:  # fmt: skip
-    """A descriptor as the launcher wants it: the encoded map, then shape and strides. A pure function, hence cached."""
+def _encoder(shape: tuple[int, ...], strides: tuple[int, ...], meta: dict[str, Any]) -> Any:
+    """A function from an address to the encoded descriptor of a tensor there."""
     utils = driver.active.utils
     fill = getattr(utils, "fill_tma_descriptor_tiled", None) or utils.fill_tma_descriptor
-    encoded = fill(address, swizzle, elem_size, _HOST_TYPE.get(elem_type, elem_type), box, shape, strides, 0)
-    return (encoded, *shape, *strides)
+    kind = _HOST_TYPE.get(meta["elem_type"], meta["elem_type"])
+    swizzle, size, box = meta["swizzle"], meta["elem_size"], tuple(meta["block_size"])
+    return lru_cache(maxsize=REMEMBERED)(lambda address: fill(address, swizzle, size, kind, box, shape, strides, 0))
 
 
 class Block(NamedTuple):
@@ -143,68 +143,75 @@ def four_axes(x: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(x.shape), strides
 
 
-class Launch:
-    """A compiled Gluon kernel, launched without Triton's argument binder and with cached descriptors.
+class Launch(QuickLaunch):
+    """A compiled Gluon kernel and its arguments, with holes where the addresses of ``tensors`` go.
 
-    The binder and the encoding of descriptors take about 90 us per call, several times what a short kernel runs for.
-    This calls the same C launcher with the same arguments. Where its calling convention is not the expected one (another
-    Triton version), Triton's own path serves instead.
+    Triton's argument binder and the encoding of descriptors take about 90 us per call, several times what a short kernel
+    runs for. Here a call fills in addresses, and descriptors encoded before are found by address.
+
+    Args:
+        compiled: What Triton's own launch of the kernel returned.
+        args: The arguments of that launch, blocks as :class:`Block`.
+        tensors: Where the arguments' tensors come from: the same objects, each at one place, or None.
     """
 
-    def __init__(self, compiled: Any) -> None:
-        self.compiled = compiled
-        run = compiled.run  # loads the binary
-        wrapper = inspect.getclosurevars(run.launch).nonlocals
-        needs_scratch = run.global_scratch_size or run.profile_scratch_size
-        self.raw = None if needs_scratch else wrapper.get("launcher")
-        self._meta = [
-            (m["swizzle"], m["elem_size"], m["elem_type"], tuple(m["block_size"]))
-            for m in compiled.metadata.tensordesc_meta
-        ]
-        base = (compiled.function, run.launch_cooperative_grid, run.launch_pdl)
-        if hasattr(run, "arg_annotations"):  # Triton with one launcher for all kernels: arguments travel in a tuple
-            self._head: tuple[Any, ...] = (*base, compiled.packed_metadata, None, None, None, None, None)
-            self._tail: tuple[Any, ...] | None = (run.arg_annotations, run.kernel_signature)
-        else:  # Triton with one generated launcher per kernel
-            self._head = (*base, None, None, compiled.packed_metadata, None, None, None)
-            self._tail = None
-
-    def flatten(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Arguments as :meth:`run` takes them: blocks encoded, tensors as addresses, so that keeping them keeps no memory."""
-        flat: list[Any] = []
-        index = 0
+    def __init__(self, compiled: Any, args: tuple[Any, ...], tensors: tuple[torch.Tensor | None, ...]) -> None:
+        super().__init__(compiled)
+        place = {id(x): n for n, x in enumerate(tensors) if x is not None}
+        metas = iter(compiled.metadata.tensordesc_meta or ())
+        self._flat: list[Any] = []
+        self._pointers: list[tuple[int, int]] = []
+        self._blocks: list[tuple[int, int, Any]] = []
+        self._nested: list[tuple[int, Any]] = []
         for arg in args:
+            slot = len(self._flat)
+            self._flat.append(None)
             if type(arg) is Block:
-                flat += _encode(arg.tensor.data_ptr(), arg.shape, arg.strides, *self._meta[index])
-                index += 1
+                self._blocks.append((slot, place[id(arg.tensor)], _encoder(arg.shape, arg.strides, next(metas))))
+                self._flat += [*arg.shape, *arg.strides]
+            elif isinstance(arg, torch.Tensor):
+                self._pointers.append((slot, place[id(arg)]))
             else:
-                flat.append(_addresses(arg))
-        return tuple(flat)
+                self._flat[slot], holes = _with_holes(arg, place)
+                if holes:
+                    self._nested.append((slot, self._flat[slot]))
 
-    def run(self, grid: int, device: int, flat: tuple[Any, ...]) -> bool:
-        """Run ``grid`` programs on the device's current stream; False if the quick path does not work here."""
-        if self.raw is None:
-            return False
-        stream = driver.active.get_current_stream(device)
-        try:
-            if self._tail is None:
-                self.raw(grid, 1, 1, stream, *self._head, *flat)
-            else:
-                self.raw(grid, 1, 1, stream, *self._head, *self._tail, flat)
-        except TypeError:
-            self.raw = None
-            return False
-        return True
+    def launch(self, grid: int, device: int, where: Sequence[int]) -> bool:
+        """Run with the tensors at these addresses, in the order of ``tensors``; False as :meth:`run`."""
+        flat = self._flat.copy()
+        for slot, n in self._pointers:
+            flat[slot] = where[n]
+        for slot, n, encode in self._blocks:
+            flat[slot] = encode(where[n])
+        for slot, arg in self._nested:
+            flat[slot] = _filled(arg, where)
+        return self.run(grid, device, flat)
 
     def run_slowly(self, grid: int, args: tuple[Any, ...]) -> None:
         """The same through Triton's own launcher."""
         self.compiled[(grid, 1, 1)](*for_triton(args))
 
 
-def _addresses(arg: Any) -> Any:
+class _Hole(NamedTuple):
+    """Stands for the address of the tensor at ``place``."""
+
+    place: int
+
+
+def _with_holes(arg: Any, place: dict[int, int]) -> tuple[Any, bool]:
+    """A tuple with its tensors replaced by holes, and whether there were any; anything else as it is."""
     if isinstance(arg, torch.Tensor):
-        return arg.data_ptr()
-    return tuple(_addresses(x) for x in arg) if isinstance(arg, tuple) else arg
+        return _Hole(place[id(arg)]), True
+    if not isinstance(arg, tuple):
+        return arg, False
+    parts = [_with_holes(x, place) for x in arg]
+    return tuple(x for x, _ in parts), any(holes for _, holes in parts)
+
+
+def _filled(arg: Any, where: Sequence[int]) -> Any:
+    if type(arg) is _Hole:
+        return where[arg.place]
+    return tuple([_filled(x, where) for x in arg]) if isinstance(arg, tuple) else arg
 
 
 def for_triton(args: tuple[Any, ...]) -> tuple[Any, ...]:

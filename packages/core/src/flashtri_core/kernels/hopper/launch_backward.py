@@ -179,10 +179,6 @@ class Plan:
     dq_sizes: tuple[int, ...]
 
 
-_plans: dict[tuple[Any, ...], Plan] = {}
-_PLAN_LIMIT = 4096
-
-
 def _tiling(problem: Problem, heads: int, rows: int, total: int, block: int) -> tuple[int, int, int]:
     """(blocks per head, second schedule argument, programs) of a grid over query or key tiles."""
     if problem.varlen:
@@ -201,10 +197,6 @@ def plan(
     problem: Problem, deterministic: bool, config: BackwardConfig | None = None, l2_bytes: int | None = None
 ) -> Plan:
     """Grids and sizes; None means the shipped choice."""
-    key = (problem, deterministic, config, l2_bytes)
-    found = _plans.get(key)
-    if found is not None:
-        return found
     full = specialise(config or tiles(problem, deterministic), problem)
     dq_config = specialise_dq(problem, full.block_m)
     heads, keys, group = problem.heads_q, problem.heads_k, problem.heads_q // problem.heads_k
@@ -224,12 +216,9 @@ def plan(
     blocks, second, dq_grid = _tiling(problem, heads, problem.seqlen_q, problem.total_q, dq_config.block_m)
     side = together(second, problem.seqlen_k)
     dq_sizes = (heads, group, problem.seqlen_q, problem.seqlen_k, blocks, second, side, q_blocks)
-    if len(_plans) >= _PLAN_LIMIT:
-        _plans.clear()
-    found = _plans[key] = Plan(
+    return Plan(
         full, Constants(full), dq_config, Constants(dq_config), q_blocks, stat_blocks, grid, sizes, dq_grid, dq_sizes
     )
-    return found
 
 
 # --------------------------------------------------------------------------------------------------------- arguments
@@ -243,8 +232,8 @@ def _lse_strides(lse: Tensor) -> tuple[int, int]:
 
 
 def before_arguments(
-    p: Plan, problem: Problem, do: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, extras: Extras, stats: Tensor,
-    delta_rows: Tensor | None, acc: Tensor | None,
+    p: Plan, problem: Problem, do: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, extras: Extras,
+    stats: tuple[Tensor, Tensor], delta_rows: Tensor | None, acc: Tensor | None,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Of :func:`.backward_ends.attn_bwd_before_kernel`."""
     dlse_strides = () if dlse is None else (0, *dlse.stride()) if dlse.dim() == 2 else dlse.stride()
@@ -264,8 +253,8 @@ def after_arguments(p: Plan, problem: Problem, extras: Extras, acc: Tensor, dq: 
 
 
 def fused_arguments(
-    p: Plan, problem: Problem, do: Tensor, q: Tensor, k: Tensor, v: Tensor, stats: Tensor, dq: Tensor | None, dk: Tensor,
-    dv: Tensor, acc: Tensor | None, extras: Extras,
+    p: Plan, problem: Problem, do: Tensor, q: Tensor, k: Tensor, v: Tensor, stats: tuple[Tensor, Tensor],
+    dq: Tensor | None, dk: Tensor, dv: Tensor, acc: Tensor | None, extras: Extras,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Of :func:`.backward.attn_bwd_hopper`."""
     c = p.config
@@ -283,8 +272,9 @@ def fused_arguments(
 
 
 def dq_arguments(
-    p: Plan, problem: Problem, do: Tensor, q: Tensor, k: Tensor, v: Tensor, stats: Tensor, dq: Tensor, extras: Extras
-) -> tuple[Any, ...]:
+    p: Plan, problem: Problem, do: Tensor, q: Tensor, k: Tensor, v: Tensor, stats: tuple[Tensor, Tensor], dq: Tensor,
+    extras: Extras,
+) -> tuple[Any, ...]:  # fmt: skip
     """Of :func:`.backward_split.attn_bwd_dq_hopper`."""
     c = p.dq_config
     variant, args, unit_log2 = assemble(problem, extras)
@@ -298,21 +288,6 @@ def dq_arguments(
 
 
 # ------------------------------------------------------------------------------------------------------------- launch
-@dataclass
-class Ready:
-    """The compiled kernels of one kind of call, with the arguments of recent addresses."""
-
-    plan: Plan
-    launches: list[Any]
-    flat: dict[tuple[Any, ...], list[tuple[Any, ...]]]
-
-
-#: By everything that a call's arguments depend on except addresses. A workload of ever-new shapes starts over at the
-#: limit; what it pays is Triton's own binding, about 0.1 ms a kernel, not a compilation.
-_ready: dict[tuple[Any, ...], Ready] = {}
-_LIMIT = 1024
-
-
 def for_triton(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """Arguments with every :class:`.Block` as the descriptor object that Triton knows; the statistics' are fp32."""
     return tuple(_descriptor(arg) if type(arg) is Block else arg for arg in arguments)
@@ -325,31 +300,10 @@ def _descriptor(block: Block) -> TensorDescriptor:
     return TensorDescriptor(block.tensor, list(block.shape), list(block.strides), list(block.box), layout)
 
 
-def _addresses(arg: Any) -> Any:
-    """Tensors as addresses, so that keeping arguments keeps no memory."""
-    if isinstance(arg, Tensor):
-        return arg.data_ptr()
-    return tuple(map(_addresses, arg)) if isinstance(arg, tuple) else arg
-
-
-class _Plain:
-    """A compiled kernel without descriptors, launched as a :class:`.Launch` is."""
-
-    def __init__(self, compiled: Any) -> None:
-        self.compiled = compiled
-
-    def flatten(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(map(_addresses, arguments))
-
-    def run(self, grid: int, device: int, flat: tuple[Any, ...]) -> bool:
-        self.compiled[(grid, 1, 1)](*flat)
-        return True
-
-
 def jobs(
     p: Plan, problem: Problem, do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    extras: Extras, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, stats: Tensor, acc: Tensor | None,
-    delta_rows: Tensor | None,
+    extras: Extras, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, stats: tuple[Tensor, Tensor],
+    acc: Tensor | None, delta_rows: Tensor | None,
 ) -> list[tuple[Any, int, tuple[Any, ...]]]:  # fmt: skip
     """(kernel, grid, arguments) of every launch of one backward, in order."""
     zeroed = None if p.config.whole_head else acc
@@ -366,75 +320,76 @@ def jobs(
     return found
 
 
-def backward(
-    problem: Problem,
-    do: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    extras: Extras,
-    dq: Tensor | None,
-    dk: Tensor | None,
-    dv: Tensor | None,
-    dsink: Tensor | None,
-    dbias: Tensor | None = None,
-    *,
-    deterministic: bool = False,
-    config: BackwardConfig | None = None,
-    l2_bytes: int | None = None,
-) -> None:
-    """Fill the gradients that are not None (dk and dv come together); the call must pass :func:`supports`.
+class Backward:
+    """The backward of one problem at one set of layouts: strides, dtypes, alignment, which gradients are wanted.
 
-    ``deterministic`` takes the split kernels, and so does a call that wants only dQ or only dK and dV. Memory beyond the
-    gradients: 8 bytes per query row, and in the fused path 4 bytes per element of dQ.
-
-    Raises:
-        NotImplementedError: ``dbias`` is wanted.
+    Called with tensors of these layouts, it fills the gradients that are not None (dk and dv come together). The tensors
+    of the first call must pass :func:`supports`. ``deterministic`` takes the split kernels, and so does a call that
+    wants only dQ or only dK and dV. Memory beyond the gradients: 8 bytes per query row, and in the fused path 4 bytes
+    per element of dQ. ``config`` and ``l2_bytes`` are for tuning.
     """
-    if dbias is not None:
-        raise NotImplementedError("attn_bias has no Hopper backward; supports() says so")
-    device = q.device
-    if device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            backward(problem, do, dlse, q, k, v, out, lse, extras, dq, dk, dv, dsink, deterministic=deterministic,
-                     config=config, l2_bytes=l2_bytes)  # fmt: skip
-        return
-    if tma_reason("do", do):
-        do = do.contiguous()
-    split = deterministic or dq is None or dk is None
-    given = (do, dlse, q, k, v, out, lse, dq, dk, dv, *extras)
-    addresses = [0 if x is None else x.data_ptr() for x in given]
-    layouts = [None if x is None else x.stride() for x in given]
-    key = (problem, device.index, split, config, l2_bytes, dsink is None, *layouts, *[a & 15 for a in addresses])
-    ready = _ready.get(key)
-    p = plan(problem, split, config, l2_bytes) if ready is None else ready.plan
-    rows = p.stat_blocks * p.config.block_m
-    stats = torch.empty((2, rows), dtype=torch.float32, device=device)
-    acc = torch.empty(rows * p.config.d, dtype=torch.float32, device=device) if p.config.dq else None
-    delta_rows = torch.empty_like(lse) if dsink is not None else None
-    tensors = (do, dlse, q, k, v, out, lse, extras, dq, dk, dv, stats, acc, delta_rows)
-    if ready is None:
-        if len(_ready) >= _LIMIT:
-            _ready.clear()
-        launches: list[Any] = []
-        for kernel, grid, arguments in jobs(p, problem, *tensors):
-            compiled = kernel[(grid,)](*for_triton(arguments), num_warps=4)
-            launches.append(Launch(compiled) if compiled.metadata.tensordesc_meta else _Plain(compiled))
-        _ready[key] = Ready(p, launches, {})
-    else:
-        scratch = [0 if x is None else x.data_ptr() for x in (stats, acc, delta_rows)]
-        where = (*addresses, *scratch)
-        calls = ready.flat.get(where)
-        if calls is None:
-            if len(ready.flat) >= _LIMIT:
-                ready.flat.clear()
-            todo = zip(ready.launches, jobs(p, problem, *tensors), strict=True)
-            calls = ready.flat[where] = [(launch, grid, launch.flatten(args)) for launch, (_kernel, grid, args) in todo]
-        for number, (launch, grid, flat) in enumerate(calls):
-            if not launch.run(grid, device.index, flat):  # Triton's launcher is not as expected: its own path serves
-                launch.compiled[(grid, 1, 1)](*for_triton(jobs(p, problem, *tensors)[number][2]))
-    if dsink is not None and delta_rows is not None and extras.learnable_sink is not None:
-        dsink.copy_(sink.gradient(extras.learnable_sink, lse, delta_rows, lse.dim() - 2))
+
+    def __init__(
+        self, problem: Problem, deterministic: bool = False, config: BackwardConfig | None = None,
+        l2_bytes: int | None = None,
+    ) -> None:  # fmt: skip
+        self.problem, self.deterministic, self.config, self.l2_bytes = problem, deterministic, config, l2_bytes
+        self.launches: list[tuple[Launch, int]] = []  # with their grids
+        self.copy_do = False
+
+    def __call__(
+        self, do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, extras: Extras,
+        dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, dsink: Tensor | None, dbias: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Shapes as in :func:`flashtri_core.flash_attn`; runs on the current stream of the tensors' device.
+
+        Raises:
+            NotImplementedError: ``dbias`` is wanted.
+        """
+        if dbias is not None:
+            raise NotImplementedError("attn_bias has no Hopper backward; supports() says so")
+        device = q.device
+        if device.index != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                self(do, dlse, q, k, v, out, lse, extras, dq, dk, dv, dsink)
+            return
+        first = not self.launches
+        if first:
+            self.copy_do = bool(tma_reason("do", do))
+            self.plan = plan(self.problem, self.deterministic or dq is None or dk is None, self.config, self.l2_bytes)
+        p = self.plan
+        if self.copy_do:
+            do = do.contiguous()
+        rows = p.stat_blocks * p.config.block_m
+        stats = lse.new_empty(rows), lse.new_empty(rows)
+        acc = lse.new_empty(rows * p.config.d) if p.config.dq else None
+        delta_rows = torch.empty_like(lse) if dsink is not None else None
+        tensors = (do, dlse, q, k, v, out, lse, *extras, dq, dk, dv, *stats, acc, delta_rows)
+        if first:
+            # Told apart even where one comes twice, as in flash_attn(x, x, x).
+            tensors = tuple(None if x is None else x.detach() for x in tensors)
+            for kernel, grid, arguments in self._jobs(tensors):
+                compiled = kernel[(grid,)](*for_triton(arguments), num_warps=4)
+                self.launches.append((Launch(compiled, arguments, tensors), grid))
+        else:
+            where = [0 if x is None else x.data_ptr() for x in tensors]
+            for number, (launch, grid) in enumerate(self.launches):
+                if not launch.launch(grid, device.index, where):  # Triton's own path serves
+                    launch.compiled[(grid, 1, 1)](*for_triton(self._jobs(tensors)[number][2]))
+        if dsink is not None and delta_rows is not None and extras.learnable_sink is not None:
+            dsink.copy_(sink.gradient(extras.learnable_sink, lse, delta_rows, lse.dim() - 2))
+
+    def _jobs(self, tensors: tuple[Tensor | None, ...]) -> list[tuple[Any, int, tuple[Any, ...]]]:
+        do, dlse, q, k, v, out, lse, *extras, dq, dk, dv, stat0, stat1, acc, delta_rows = tensors
+        return jobs(
+            self.plan, self.problem, do, dlse, q, k, v, out, lse, Extras(*extras), dq, dk, dv, (stat0, stat1), acc,
+            delta_rows,
+        )  # fmt: skip
+
+
+def backward(
+    problem: Problem, *tensors: Any, deterministic: bool = False, config: BackwardConfig | None = None,
+    l2_bytes: int | None = None,
+) -> None:  # fmt: skip
+    """One call without a plan to keep."""
+    Backward(problem, deterministic, config, l2_bytes)(*tensors)

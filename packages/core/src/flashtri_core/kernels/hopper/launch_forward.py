@@ -216,8 +216,6 @@ class Forward:
     call must pass :func:`supports`. ``config`` and ``l2_bytes`` are for tuning.
     """
 
-    REMEMBERED = 256  # argument lists by address: allocators hand out the same ones again and again
-
     def __init__(
         self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Extras, out: Tensor, lse: Tensor,
         config: ForwardConfig | None = None, l2_bytes: int = L2_BYTES,
@@ -226,7 +224,6 @@ class Forward:
         self.plan = plan(problem, config, target_of(q.device).multiprocessors, l2_bytes)
         self.dynamic = self.plan.config.order == "dynamic"
         self.launch: Launch | None = None
-        self.recent: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, extras: Extras, out: Tensor, lse: Tensor, row_max: Tensor | None = None
@@ -238,20 +235,18 @@ class Forward:
             return
         counter = _counter(self.device) if self.dynamic else None
         tensors = (q, k, v, out, lse, row_max, counter, *extras)
-        where = tuple([None if x is None else x.data_ptr() for x in tensors])
-        flat = self.recent.get(where)
-        if flat is not None and self.launch is not None and self.launch.run(self.plan.grid, self.device.index, flat):
-            return
-        arguments = pack(self.plan, self.problem, q, k, v, extras, out, lse, row_max, counter)
+        grid = self.plan.grid
         if self.launch is None:
-            self.launch = Launch(attn_fwd_hopper[(self.plan.grid,)](*for_triton(arguments), num_warps=4))
+            tensors = tuple(None if x is None else x.detach() for x in tensors)  # told apart even where one comes twice
+            q, k, v, out, lse, row_max, counter, *rest = tensors
+            arguments = pack(self.plan, self.problem, q, k, v, Extras(*rest), out, lse, row_max, counter)
+            compiled = attn_fwd_hopper[(grid,)](*for_triton(arguments), num_warps=4)
+            self.launch = Launch(compiled, arguments, tensors)
             return
-        flat = self.launch.flatten(arguments)
-        if len(self.recent) >= self.REMEMBERED:
-            self.recent.clear()
-        self.recent[where] = flat
-        if not self.launch.run(self.plan.grid, self.device.index, flat):
-            self.launch.run_slowly(self.plan.grid, arguments)
+        if not self.launch.launch(grid, self.device.index, [0 if x is None else x.data_ptr() for x in tensors]):
+            self.launch.run_slowly(
+                grid, pack(self.plan, self.problem, q, k, v, extras, out, lse, row_max, counter)
+            )
 
 
 def forward(

@@ -1,0 +1,53 @@
+"""A compiled kernel launched without Triton's argument binding, which costs more than a short kernel runs for."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+from triton.runtime import driver
+
+
+class QuickLaunch:
+    """A compiled kernel, called through Triton's own C launcher with addresses in place of tensors.
+
+    The binder types every argument and asks the driver about every pointer, call by call. Here whoever keeps a QuickLaunch
+    promises arguments of the types, divisibility and alignment that the kernel was compiled for, and the launcher gets
+    them as they are. Hooks on Triton's launches (profilers') are not run. Where the launcher's calling convention is not
+    the expected one (another Triton version), ``run`` returns False from then on, and Triton's own path serves.
+    """
+
+    def __init__(self, compiled: Any) -> None:
+        self.compiled = compiled
+        run = compiled.run  # loads the binary
+        launch = run.launch
+        if compiled.metadata.tensordesc_meta:  # Triton wraps the launcher of a kernel with descriptors: the inner one
+            launch = inspect.getclosurevars(launch).nonlocals.get("launcher")
+        self.raw = None if run.global_scratch_size or run.profile_scratch_size else launch
+        base = (compiled.function, run.launch_cooperative_grid, run.launch_pdl)
+        if hasattr(run, "arg_annotations"):  # Triton with one launcher for all kernels: arguments travel in a tuple
+            self._head: tuple[Any, ...] = (*base, compiled.packed_metadata, None, None, None, None, None)
+            self._tail: tuple[Any, ...] | None = (run.arg_annotations, run.kernel_signature)
+        else:  # Triton with one generated launcher per kernel
+            self._head = (*base, None, None, compiled.packed_metadata, None, None, None)
+            self._tail = None
+        self._stream_of = driver.active.get_current_stream
+
+    def run(self, grid: int, device: int, flat: Sequence[Any]) -> bool:
+        """Run ``grid`` programs on the device's current stream; False if the quick path does not work here.
+
+        ``flat`` holds the kernel's arguments in order, compile-time ones included; tuples stay tuples, and a tensor in
+        one costs a call back into Python.
+        """
+        if self.raw is None:
+            return False
+        try:
+            if self._tail is None:
+                self.raw(grid, 1, 1, self._stream_of(device), *self._head, *flat)
+            else:
+                self.raw(grid, 1, 1, self._stream_of(device), *self._head, *self._tail, flat)
+        except TypeError:
+            self.raw = None
+            return False
+        return True

@@ -1,0 +1,297 @@
+"""The host's share of a call, without a GPU: Triton's own launchers run against a CUDA driver library that does nothing.
+
+    python -m flashtri_core.testing.host_path [--time]
+
+Kernels are compiled for sm_90 as ever; tensors lie in the CPU's memory, and the library under Triton's launchers records
+what every launch was handed. A process that has loaded that library is of no other use, so tests run this as a program.
+It prints JSON, for the plain and for the Hopper kernels:
+
+``same``      do repeated launches hand the driver what Triton's own path hands it, after a first call with one tensor
+              for q, k and v and then with three others?
+``replanned`` plans made after the first iteration of a training loop
+``calls``     calls of Python functions and built-ins from this package, in one forward and in one backward
+``us``        with ``--time``: microseconds of this CPU for a forward without gradients, and for forward and backward
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+
+DRIVER = r"""
+#include <stdint.h>
+#include <string.h>
+#define NOTHING(name) int name(void) { return 0; }
+NOTHING(cuInit) NOTHING(cuCtxSetCurrent) NOTHING(cuCtxGetLimit) NOTHING(cuCtxSetLimit) NOTHING(cuFuncSetAttribute)
+NOTHING(cuFuncSetCacheConfig) NOTHING(cuModuleUnload) NOTHING(cuStreamIsCapturing) NOTHING(cuTensorMapEncodeIm2col)
+NOTHING(cuOccupancyMaxActiveClusters) NOTHING(cuPointerGetAttributes)
+int cuGetErrorString(int e, const char **s) { *s = "no error here"; return 0; }
+int cuCtxGetCurrent(void **c) { *c = (void *)1; return 0; }
+int cuCtxGetDevice(int *d) { *d = 0; return 0; }
+int cuDeviceGet(int *d, int n) { *d = n; return 0; }
+int cuDeviceGetCount(int *n) { *n = 1; return 0; }
+int cuDeviceGetAttribute(int *v, int a, int d) { *v = 232448; return 0; }
+int cuDevicePrimaryCtxRetain(void **c, int d) { *c = (void *)1; return 0; }
+int cuDriverGetVersion(int *v) { *v = 13000; return 0; }
+int cuModuleLoadData(void **m, const void *d) { *m = (void *)1; return 0; }
+int cuModuleGetFunction(void **f, void *m, const char *n) { *f = (void *)1; return 0; }
+int cuFuncGetAttribute(int *v, int a, void *f) { *v = a == 0 ? 1024 : a == 1 ? 0 : 32; return 0; }
+int cuPointerGetAttribute(uint64_t *out, int a, uint64_t p) { *out = p; return 0; }
+int cuTensorMapEncodeTiled(uint64_t *map, int type, uint32_t rank, void *address, const uint64_t *size,
+                           const uint64_t *stride, const uint32_t *box) {
+  memset(map, 0, 128);
+  map[0] = (uint64_t)address; map[1] = (uint64_t)type << 32 | rank;
+  for (uint32_t i = 0; i < rank; i++) map[2 + i] = size[i] ^ (uint64_t)box[i] << 40 ^ (i + 1 < rank ? stride[i] << 8 : 0);
+  return 0;
+}
+int sizes[256], launched; /* bytes of each parameter of the launch to come, 0 behind the last */
+uint64_t seen[32][3 + 16 * 256];
+int cuLaunchKernelEx(const uint32_t *config, void *f, void **params, void **extra) {
+  uint64_t *to = seen[launched++ % 32];
+  to[0] = config[0]; to[1] = config[3]; to[2] = config[6]; /* programs, threads, shared memory */
+  for (int i = 0; sizes[i]; i++) memcpy(to + 3 + 16 * i, params[i], sizes[i]);
+  return 0;
+}
+"""
+BYTES = {
+    "i1": 1,
+    "u1": 1,
+    "i8": 1,
+    "u8": 1,
+    "i16": 2,
+    "u16": 2,
+    "i32": 4,
+    "u32": 4,
+    "i64": 8,
+    "u64": 8,
+    "fp32": 4,
+    "fp64": 8,
+}
+
+
+def build_driver(folder: str) -> ctypes.CDLL:
+    """Compile and load the library, under the name by which Triton asks for the real one.
+
+    Raises:
+        OSError, subprocess.CalledProcessError: there is no C compiler called cc, or it fails.
+    """
+    source, library = os.path.join(folder, "driver.c"), os.path.join(folder, "libcuda.so.1")
+    with open(source, "w") as handle:
+        handle.write(DRIVER)
+    command = ["cc", "-shared", "-fPIC", "-w", "-Wl,-soname,libcuda.so.1", source, "-o", library]
+    subprocess.run(command, check=True)
+    os.symlink(library, os.path.join(folder, "libcuda.so"))
+    os.environ["TRITON_LIBCUDA_PATH"] = folder
+    return ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
+
+
+def sizes_of(signature: Any) -> list[int]:
+    """Bytes of the parameters that a compiled kernel's signature stands for; descriptors bring shape and strides along."""
+    sizes: list[int] = []
+    for kind in signature:
+        if isinstance(kind, tuple):
+            sizes += sizes_of(kind)
+        elif kind.startswith("tensordesc"):
+            rank = kind[kind.index("[") : kind.index("]")].count(",") + 1
+            sizes += [128, *[4] * rank, *[8] * rank]
+        elif kind != "constexpr":
+            sizes.append(8 if kind.startswith("*") else BYTES[kind])
+    return sizes
+
+
+class Recorder:
+    """Reads what the library saw."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.sizes = (ctypes.c_int * 256).in_dll(library, "sizes")
+        self.launched = ctypes.c_int.in_dll(library, "launched")
+        self.seen = ((ctypes.c_uint64 * (3 + 16 * 256)) * 32).in_dll(library, "seen")
+
+    def expect(self, compiled: Any) -> None:
+        """The next launch is of this kernel."""
+        sizes = sizes_of(compiled.src.signature.values())
+        self.sizes[: len(sizes) + 1] = [*sizes, 0]
+
+    def of(self, call: Callable[[], object], quick: bool) -> list[list[int]]:
+        """Parameters of every launch of a call, by the quick path or by Triton's own."""
+        from ..kernels.quick import QuickLaunch
+
+        run = QuickLaunch.run
+
+        def watched(launch: Any, *args: Any) -> bool:
+            self.expect(launch.compiled)
+            return quick and run(launch, *args)
+
+        self.launched.value = 0
+        for row in self.seen:
+            ctypes.memset(row, 0, ctypes.sizeof(row))
+        with mock.patch.object(QuickLaunch, "run", watched):
+            call()
+        self.sizes[0] = 0
+        return [list(self.seen[n]) for n in range(self.launched.value)]
+
+
+@contextmanager
+def pretend_sm90() -> Iterator[None]:
+    """Inside, CPU tensors count as those of a Hopper GPU, for the host code and for Triton."""
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia import driver as nvidia
+    from triton.runtime import driver
+
+    from .. import dispatch
+    from ..kernels import launch
+    from ..kernels.hopper import launch_forward
+    from ..target import SHARED_MEMORY, Target
+
+    class Driver:
+        utils = nvidia.CudaUtils()
+        launcher_cls = nvidia.CudaLauncher
+        get_current_device = staticmethod(lambda: 0)
+        get_current_stream = staticmethod(lambda device=None: 0)
+        get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
+        get_active_torch_device = staticmethod(lambda: torch.device("cpu"))
+        allocate_default_profile_scratch = staticmethod(lambda size, alignment, stream: None)
+
+    cuda: Any = SimpleNamespace(type="cuda", index=None)
+    target, reason = Target(90, SHARED_MEMORY[90]), launch_forward.problem_reason
+    previous = driver._active
+    driver.set_active(Driver())
+    with ExitStack() as stack:
+        for owner, name, value in (
+            (dispatch, "triton_ready", lambda device, dtype: ""),
+            (dispatch, "target_of", lambda device: target),
+            (launch, "target_of", lambda device: target),
+            (launch_forward, "target_of", lambda device: target),
+            (launch_forward, "problem_reason", lambda problem, device: reason(problem, cuda)),
+            (torch.cuda, "current_device", lambda: None),  # a CPU tensor's device has no index
+            (torch.cuda, "is_current_stream_capturing", lambda: False),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, value))
+        try:
+            yield
+        finally:
+            driver._active = previous
+
+
+@contextmanager
+def same_memory() -> Iterator[Callable[[], None]]:
+    """Inside, the n-th new tensor is the same one after each call of the function that this yields."""
+    pool: list[torch.Tensor] = []
+    used = 0
+
+    def pooled(make: Any) -> Any:
+        def new(*args: Any, **options: Any) -> torch.Tensor:
+            nonlocal used
+            used += 1
+            if used > len(pool):
+                pool.append(make(*args, **options))
+            return pool[used - 1]
+
+        return new
+
+    def again() -> None:
+        nonlocal used
+        used = 0
+
+    new_empty, empty_like = pooled(torch.Tensor.new_empty), pooled(torch.empty_like)
+    with mock.patch.object(torch.Tensor, "new_empty", new_empty), mock.patch.object(torch, "empty_like", empty_like):
+        yield again
+
+
+def calls_of(call: Callable[[], object]) -> int:
+    """Calls of Python functions of this package, and of built-ins from there, that ``call`` makes."""
+    here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    count = 0
+
+    def profile(frame: Any, event: str, arg: Any) -> None:
+        nonlocal count
+        name = frame.f_code.co_filename
+        count += event in ("call", "c_call") and name.startswith(here) and name != __file__
+
+    sys.setprofile(profile)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def microseconds(call: Callable[[], object], calls: int = 40, rounds: int = 60) -> float:
+    """Of this thread's processor time per call, the third best of many rounds: others use this machine too."""
+    samples = []
+    for _ in range(rounds):
+        start = time.thread_time()
+        for _ in range(calls):
+            call()
+        samples.append((time.thread_time() - start) / calls * 1e6)
+    return round(sorted(samples)[2], 1)
+
+
+def examine(impl: str, recorder: Recorder, timed: bool) -> dict[str, Any]:
+    """The figures of the module's docstring for one implementation."""
+    from .. import dispatch, flash_attn
+
+    x, *others = (torch.zeros(1, 2, 64, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(4))
+    do = torch.zeros(1, 2, 64, 64, dtype=torch.bfloat16)
+
+    def forward(q: Any = others[0], k: Any = others[1], v: Any = others[2]) -> Any:
+        return flash_attn(q, k, v, causal=True, impl=impl)
+
+    def both(*leaves: Any) -> Any:
+        return torch.autograd.grad(forward(*leaves), leaves, do)
+
+    both(x, x, x)  # compiles
+    with mock.patch.object(dispatch, "forward_plan") as one, mock.patch.object(dispatch, "backward_plan") as two:
+        for _ in range(20):
+            both(*(y.detach().clone().requires_grad_() for y in others))
+        replanned = one.call_count + two.call_count
+    seen, calls = [], {}
+    with same_memory() as again:
+        for quick in (True, False):
+            again()
+            seen.append(recorder.of(lambda: both(*others), quick))
+    out = forward()
+    backward = lambda: torch.autograd.grad(out, others, do, retain_graph=True)
+    for name, call in (("forward", forward), ("backward", backward)):
+        with same_memory() as again:
+            call()  # from now on every address is known
+            again()
+            calls[name] = calls_of(call)
+    report: dict[str, Any] = {
+        "same": seen[0] == seen[1],
+        "launches": len(seen[0]),
+        "replanned": replanned,
+        "calls": calls,
+    }
+    if timed:
+        with torch.no_grad():
+            alone = microseconds(forward)
+        report["us"] = {"forward": alone, "forward and backward": microseconds(lambda: both(*others))}
+    return report
+
+
+def main(argv: list[str]) -> None:
+    """Print the report."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        recorder = Recorder(build_driver(folder))
+        with pretend_sm90():
+            print(
+                json.dumps({impl: examine(impl, recorder, "--time" in argv) for impl in ("triton", "hopper")}, indent=1)
+            )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,46 @@
+"""What the host does in a repeated call: the same launch as Triton's own, no new plan, few steps.
+
+Times depend on the machine; calls of functions do not, and a plan that is made anew every iteration costs a millisecond.
+"""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.aot
+
+#: Functions and built-ins called from this package in a repeated forward (with gradients) and backward. Raise one only
+#: with `python -m flashtri_core.testing.host_path --time` before and after.
+CEILING = {"triton": {"forward": 90, "backward": 135}, "hopper": {"forward": 67, "backward": 61}}
+
+
+@pytest.fixture(scope="module")
+def report():
+    if shutil.which("cc") is None:
+        pytest.skip("no C compiler: Triton's launchers cannot be built")
+    command = [sys.executable, "-m", "flashtri_core.testing.host_path"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("impl", CEILING)
+def test_a_quick_launch_hands_over_what_tritons_own_does(report, impl):
+    """Compiled in a call with one tensor for q, k and v, and repeated with three: no address may stand for another."""
+    assert report[impl]["launches"] == 4
+    assert report[impl]["same"]
+
+
+@pytest.mark.parametrize("impl", CEILING)
+def test_a_training_loop_plans_once(report, impl):
+    """New tensors of the same layout each iteration: a plan's key holds no address and nothing made per call."""
+    assert report[impl]["replanned"] == 0
+
+
+@pytest.mark.parametrize("impl", CEILING)
+@pytest.mark.parametrize("op", ["forward", "backward"])
+def test_a_repeated_call_takes_few_steps(report, impl, op):
+    assert report[impl]["calls"][op] <= CEILING[impl][op]
