@@ -259,7 +259,6 @@ def test_whole_head_compiles_well(sm90, monkeypatch, d, causal):
     tensors = dense(d, heads=(4, 4), dtype=torch.bfloat16)
     p = problem(*tensors, causal=causal)
     monkeypatch.setattr(hopper, "tiles", lambda problem, deterministic, chosen=hopper.whole_head(p): chosen)
-    monkeypatch.setattr(hopper, "_plans", {})
     names = []
     for name, *rest in compiled(p, Extras(), tensors, False):
         assert_good(name, *rest, most=96 if causal else 16)  # words of per-tile scalars

@@ -11,6 +11,10 @@ It prints JSON, for the plain and for the Hopper kernels:
 ``replanned`` plans made after the first iteration of a training loop
 ``calls``     calls of Python functions and built-ins from this package, in one forward and in one backward
 ``us``        with ``--time``: microseconds of this CPU for a forward without gradients, and for forward and backward
+
+What a GPU adds: the driver's own share of a launch, and autograd's hand-over of every backward to the device's thread and
+back, which on a virtual machine can cost more than all of the above. ``torch.autograd.set_multithreading_enabled(False)``
+around a loop leaves the hand-over out, and so tells the two apart.
 """
 
 from __future__ import annotations
