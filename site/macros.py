@@ -24,10 +24,23 @@ CORE = HERE.parent / "packages" / "core" / "src" / "flashtri_core"
 
 
 def _docstring(path: Path) -> str:
-    """A module's docstring as Markdown: roles become code, ``::`` introduces an indented block by itself."""
+    """A module's docstring as Markdown: roles become code, ``::`` introduces an indented block, tables become tables."""
     text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     text = re.sub(r":\w+:`~?\.?([^`]+)`", r"`\1`", text)
+    text = re.sub(r"^(=+ +)=+\n(.*?)\n\1=+$", _simple_table, text, flags=re.DOTALL | re.MULTILINE)
     return re.sub(r"::(?=\n\n {4})", ":", text)
+
+
+def _simple_table(match: re.Match[str]) -> str:
+    """A table of two columns in reStructuredText: a line that leaves the first one empty goes on with the row above."""
+    rows: list[list[str]] = []
+    for line in match[2].splitlines():
+        name, text = line[: len(match[1])].strip(), line[len(match[1]) :].strip()
+        if name:
+            rows.append([name, text])
+        else:
+            rows[-1][1] += f" {text}"
+    return _table(["name", "what it is"], rows)
 
 
 def _functions(path: Path, names: tuple[str, ...]) -> str:
@@ -140,7 +153,8 @@ def define_env(env: Any) -> None:
         parts = []
         for section in messages.SECTIONS:
             rows = [[what, plain(message), advice] for what, message, advice in messages.rows(section)]
-            parts.append(f"### {section}\n\n{_table(['what was done', 'the message', 'what to do'], rows)}")
+            table = _table(["what was done", "the message", "what to do"], rows)
+            parts.append(f'### {section}\n\n<div class="ft-cases" markdown>\n\n{table}\n\n</div>')
         return "\n\n".join(parts)
 
     @env.macro

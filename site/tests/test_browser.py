@@ -23,6 +23,7 @@ SITE = Path(os.environ.get("FLASHTRI_SITE", ROOT / "build" / "site"))
 PREFIX = "/some/sub/path/"  # where the site is served: it must not care
 AXE = (HERE / "vendor" / "axe" / "axe.min.js").read_text(encoding="utf-8")
 RULES = "['wcag2a', 'wcag2aa', 'wcag21a', 'wcag21aa', 'wcag22aa']"
+MARKUP = ("====", ":class:", ":func:", "<<{", "}>>", "--8<--", "{ .lede", "![")  # what a page shows when it was misread
 OUT_OF_REACH = """[...document.querySelectorAll("main *")].filter((node) => {
     const {overflowX, overflowY} = getComputedStyle(node), scrolls = /auto|scroll/;
     const over = (scrolls.test(overflowX) && node.scrollWidth > node.clientWidth)
@@ -136,6 +137,8 @@ def test_every_page_is_quiet_fits_and_is_accessible(browser: Browser, base: str,
                 problems.append(f"{name}: {over} px too wide at {width}")
             for node in page.evaluate(OUT_OF_REACH):
                 problems.append(f"{name}: scrolls, but not from the keyboard: {node}")
+            text = page.inner_text("main")
+            problems += [f"{name}: markup in the text: {mark}" for mark in MARKUP if mark in text]
             if not page.evaluate("!!document.querySelector('main h1')?.textContent.trim()"):
                 problems.append(f"{name}: no heading")
             page.evaluate(AXE)

@@ -90,6 +90,17 @@ def test_the_claim_on_the_home_page() -> None:
     assert [footprint.human(n) for n in (0, 999, 1023, 1536, 1 << 30)] == ["0 B", "999 B", "1 KiB", "1.5 KiB", "1 GiB"]
 
 
+def test_no_line_of_prose_starts_a_list_by_accident() -> None:
+    for page in DOCS.rglob("*.md"):
+        assert not re.findall(r"^ +\d+\. ", page.read_text(), flags=re.MULTILINE), page
+
+
+def test_roofline_is_the_arithmetic() -> None:
+    drawn = figures.roofline({"copy_tb_s": 4.0, "matmul_tflops": {"bf16": 800.0}}, "a test card", n=4096, d=64)
+    for label in ("ordinary: 32", "tiled: 124", "moved once: 2,040", "flat from 200 operations"):
+        assert label in drawn, label
+
+
 def test_numbers_in_the_prose() -> None:
     assert sum(range(1, 8192 // 64 + 1)) == 8256  # masks.md: tiles of a causal forward
     assert 8192 // 64 == 128  # masks.md: of which one per block is on the edge; index.md: S over Q

@@ -22,7 +22,7 @@ def _figure(width: int, height: int, body: str, alt: str, caption: str) -> str:
     name = re.sub(r"<[^>]+>", "", caption).split(". ")[0]
     return (
         f'<figure class="ft-figure"><div {region(f"Figure: {name}")}><svg viewBox="0 0 {width} {height}" role="img" '
-        f'aria-label="{alt}" style="max-width:{width * 1.12:g}px;min-width:{min(width, 560)}px">{body}</svg></div>'
+        f'aria-label="{alt}" style="max-width:{width * 1.12:g}px;min-width:{min(0.78 * width, 560):g}px">{body}</svg></div>'
         f"<figcaption>{caption}</figcaption></figure>"
     )
 
@@ -88,9 +88,9 @@ def hierarchy() -> str:
     for r, (name, where, size, speed, rate, css) in enumerate(rows):
         y = 18 + 92 * r
         body += _text(0, y, f"{name}", "", size=15) + _text(0, y + 19, f"{where}: {size}", "soft")
-        body += _rect(0, y + 29, 560 * rate / 19, 22, css) + _text(560 * rate / 19 + 8, y + 45, speed, "mono")
+        body += _rect(0, y + 29, 310 * rate / 19, 22, css) + _text(310 * rate / 19 + 8, y + 45, speed, "mono")
     return _figure(
-        680, 190, body, "Bandwidth of on-chip memory, 19 terabytes per second, beside HBM, 1.5",
+        420, 190, body, "Bandwidth of on-chip memory, 19 terabytes per second, beside HBM, 1.5",
         "Bandwidth of the two levels of an A100, drawn to scale (figures: FlashAttention, section 2.1).",
     )  # fmt: skip
 
@@ -108,10 +108,10 @@ def traffic() -> str:
     body = ""
     for r, (name, count) in enumerate(counts.items()):
         y = 14 + 58 * r
-        body += _text(0, y, labels[name]) + _rect(0, y + 8, 500 * count / most, 20, "wait" if r == 0 else "blue")
-        body += _text(500 * count / most + 8, y + 23, f"{count / 1e6:.0f} M", "mono")
+        body += _text(0, y, labels[name]) + _rect(0, y + 8, 360 * count / most, 20, "wait" if r == 0 else "blue")
+        body += _text(360 * count / most + 8, y + 23, f"{count / 1e6:.0f} M", "mono")
     return _figure(
-        620, 170, body, "; ".join(f"{labels[k]}: {v / 1e6:.0f} million numbers" for k, v in counts.items()),
+        420, 170, body, "; ".join(f"{labels[k]}: {v / 1e6:.0f} million numbers" for k, v in counts.items()),
         f"Numbers that cross the memory bus per head, N = {n}, D = {d}, tiles of 128 × 64. Counted by "
         "<code>traffic</code> in rung 4, not measured.",
     )  # fmt: skip
@@ -352,40 +352,39 @@ def roofline(ceilings: dict[str, Any] | None, gpu: str, n: int = 8192, d: int = 
         note = "No card's ceilings have been measured yet: the roofline appears here with the first benchmark run."
         return f'<div class="ft-empty"><p>{note}</p></div>'
     copy, peak = ceilings["copy_tb_s"], ceilings["matmul_tflops"]["bf16"]
-    flops = 4 * n * n * d
+    counts = s04_tiled.traffic(n, n, d, 128, 128)
+    once = 4 * n * d + n  # q, k, v, o and the log-sum-exp, each moved once
+    per_byte = lambda numbers: 4 * n * n * d / (2 * numbers)
     points = {
-        "ordinary": flops / (2 * s04_tiled.traffic(n, n, d, 128, 128)["ordinary"]),
-        "tiles, one load of K and V per query block": flops
-        / (2 * s04_tiled.traffic(n, n, d, 128, 128)["queries outside"]),
+        "ordinary": per_byte(counts["ordinary"]),
+        "tiled": per_byte(counts["queries outside"]),
+        "tiled, each tensor moved once": per_byte(once),
     }
-    x = lambda intensity: 60 + 580 * math.log10(intensity) / 4
+    x = lambda intensity: 46 + 420 * math.log10(intensity) / 4
     y = lambda rate: 240 - 200 * math.log10(rate) / 3.2
     ridge = peak / copy
-    body = _line([(60, 30), (60, 240), (650, 240)], "line")
+    body = _line([(46, 30), (46, 240), (486, 240)], "line")
     body += _line([(x(1), y(copy)), (x(ridge), y(peak)), (x(10**4), y(peak))], "amberline")
-    body += _text(x(10**4), y(peak) - 9, f"matrix products {peak:.0f} TFLOP/s", "", "end") + _text(
-        x(1.3) + 8, y(copy * 1.3) - 16, f"copy {copy:.2f} TB/s"
-    )
+    body += _text(x(10**4), y(peak) - 12, f"matrix products {peak:.0f} TFLOP/s", "", "end")
+    body += _text(x(2.2), y(copy * 2.2) + 22, f"copy {copy:.2f} TB/s")
     for exponent in range(5):
         body += _text(x(10**exponent), 258, f"{10**exponent:,}", "mono soft", "middle")
-    body += _text(650, 276, "arithmetic per byte moved, FLOP", "soft", "end") + _text(
+    body += _text(486, 278, "operations per byte moved", "soft", "end") + _text(
         0, 20, "TFLOP/s that fit under the roof", "soft"
     )
-    for name, intensity in points.items():
-        rate = min(peak, copy * intensity)
-        body += f'<circle cx="{x(intensity):g}" cy="{y(rate):g}" r="6" class="blue"/>'
-        body += _line([(x(intensity), y(rate)), (x(intensity), 240)], "thin")
-        body += _text(
-            x(intensity),
-            y(rate) + (24 if name != "ordinary" else 40),
-            f"{name}: {intensity:.0f}",
-            "",
-            "middle" if name == "ordinary" else "start",
-            12,
-        )
+    for intensity in points.values():
+        at, roof = x(intensity), y(min(peak, copy * intensity))
+        body += _line([(at, roof), (at, 240)], "thin") + f'<circle cx="{at:g}" cy="{roof:g}" r="6" class="blue"/>'
+    ordinary, tiled, best = points.values()
+    body += _text(x(ordinary) - 8, 178, f"ordinary: {ordinary:.0f}", "", "end")
+    body += _text(x(tiled) + 8, 178, f"tiled: {tiled:.0f}")
+    body += _text(x(best) - 8, 206, "tiled, each tensor", "", "end") + _text(
+        x(best) - 8, 223, f"moved once: {best:,.0f}", "", "end"
+    )
+    told = "; ".join(f"{name} {intensity:,.0f} operations per byte" for name, intensity in points.items())
     return _figure(
-        660, 285, body,
-        f"Roofline of {gpu}: ordinary attention lies under the sloping part, tiled attention under the flat part",
-        f"Ceilings measured on {gpu} in the benchmark run. The two points are arithmetic, N = {n}, D = {d}, "
+        500, 285, body,
+        f"Roofline of {gpu}, flat from {ridge:.0f} operations per byte on; {told}",
+        f"Ceilings measured on {gpu} in the benchmark run. The points are arithmetic, N = {n}, D = {d}, tiles of 128 × 128, "
         "16-bit numbers: they say how high each could go, not how fast it is.",
     )  # fmt: skip
