@@ -54,6 +54,7 @@ SECTIONS: dict[str, list[Mistake]] = {
             "Add the batch axis; packed sequences go to `flash_attn_varlen`.",
         ),
         ("int64 tensors", lambda: call(q=zeros(1, 4, 8, 16, dtype=torch.int64)), "Cast to a floating-point type."),
+        ("a sparse k", lambda: call(k=zeros(1, 4, 8, 16).to_sparse()), "`.to_dense()`."),
         ("q in fp16, k in fp32", lambda: call(q=zeros(1, 4, 8, 16).half()), "Cast one of them, or use autocast."),
         ("k on another device", lambda: call(k=zeros(1, 4, 8, 16, **META)), "Move it."),
         (
@@ -132,6 +133,11 @@ SECTIONS: dict[str, list[Mistake]] = {
             lambda: call(seqused_k=zeros(3, dtype=torch.int32)),
             "One count per sequence.",
         ),
+        (
+            "`seqused_k` above the keys there are",
+            lambda: call(seqused_k=torch.tensor([9])),
+            "Count keys, not tokens. On a GPU `validate=True` looks.",
+        ),
     ],
     "Packed sequences": [
         (
@@ -154,9 +160,9 @@ SECTIONS: dict[str, list[Mistake]] = {
         ),
         ("v with other rows than k", lambda: packed(v=zeros(9, 4, 16)), "Each key has one value."),
         (
-            "offsets that decrease, `validate=True`",
-            lambda: packed(cu_q=(0, 9, 8), validate=True),
-            "They are cumulative sums of lengths.",
+            "offsets that decrease",
+            lambda: packed(cu_q=(0, 9, 8)),
+            "They are cumulative sums of lengths. On a GPU `validate=True` looks.",
         ),
         (
             "a tensor as `max_seqlen_q`",
@@ -165,9 +171,9 @@ SECTIONS: dict[str, list[Mistake]] = {
         ),
         ("a negative `max_seqlen_q`", lambda: packed(longest=-1), "An upper bound of the lengths."),
         (
-            "a `max_seqlen` too small, `validate=True`",
-            lambda: packed(longest=4, validate=True),
-            "Give the longest length, or any bound above it.",
+            "a `max_seqlen` too small",
+            lambda: packed(longest=4),
+            "Give the longest length, or any bound above it. On a GPU `validate=True` looks.",
         ),
         ("`pack` of a vector", lambda: pack(zeros(3), torch.tensor([3])), "A batch axis and a token axis come first."),
         ("`pack` with lengths for another batch", lambda: pack(zeros(2, 3), torch.tensor([3])), "One length per row."),

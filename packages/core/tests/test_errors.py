@@ -51,14 +51,22 @@ DENSE = [
     (dict(v=torch.zeros(2, 4, 7, 8)), ValueError, r"^v must have k's heads 2, got 4"),
     (dict(q=torch.zeros(2, 6, 6, 8), k=torch.zeros(2, 4, 7, 8), v=torch.zeros(2, 4, 7, 8)), ValueError, r"multiple of k's, got 6 and 4"),
     (dict(k=torch.zeros(2, 0, 7, 8), v=torch.zeros(2, 0, 7, 8)), ValueError, r"^q's heads must be a positive multiple of k's, got 4 and 0"),
+    (dict(q=torch.zeros(2, 4, 6, 8).to_sparse()), TypeError, r"^q must be a dense \(strided\) tensor, got torch.sparse_coo"),
+    (dict(v=torch.zeros(2, 2, 7, 8).to_mkldnn()), TypeError, r"^v must be a dense \(strided\) tensor, got torch._mkldnn"),
+    (dict(k=torch.zeros(2, 2, 7, 8, dtype=torch.float8_e4m3fn)), TypeError, r"^k must be float16, .*got torch.float8_e4m3fn"),
     # plain keywords
     (dict(causal=1), TypeError, r"^causal must be a bool, got int"),
     (dict(causal=None), TypeError, r"^causal must be a bool, got NoneType"),
     (dict(softmax_scale="1"), TypeError, r"^softmax_scale must be a float or None, got str"),
     (dict(softmax_scale=True), TypeError, r"^softmax_scale must be a float or None, got bool"),
     (dict(softmax_scale=math.nan), ValueError, r"^softmax_scale must be finite, got nan"),
+    (dict(softmax_scale=10**400), ValueError, r"^softmax_scale must be finite, got 1000"),
+    (dict(softmax_scale=1e39), ValueError, r"^softmax_scale must be finite, got 1e\+39"),
+    (dict(softmax_scale=torch.tensor(0.1)), TypeError, r"^softmax_scale must be a float or None, got Tensor"),
     (dict(softmax_scale=math.inf), ValueError, r"^softmax_scale must be finite, got inf"),
     (dict(window_size=3), TypeError, r"^window_size must be a pair \(left, right\) of ints, got 3"),
+    (dict(window_size=(-1.0, -1.0)), TypeError, r"^window_size: left must be an int or None, got float"),
+    (dict(window_size=torch.tensor([1, 2])), TypeError, r"^window_size must be a pair .*got tensor"),
     (dict(window_size=(1, 2, 3)), TypeError, r"^window_size must be a pair"),
     (dict(window_size=(1.5, 0)), TypeError, r"^window_size: left must be an int or None, got float"),
     (dict(window_size=(0, True)), TypeError, r"^window_size: right must be an int or None, got bool"),
@@ -67,27 +75,44 @@ DENSE = [
     (dict(window_size=(0, -2)), ValueError, r"^window_size: right must be >= -1 \(-1 = unbounded\), got -2"),
     (dict(softcap="30"), TypeError, r"^softcap must be a float, got str"),
     (dict(softcap=True), TypeError, r"^softcap must be a float, got bool"),
+    (dict(softcap=False), TypeError, r"^softcap must be a float, got bool"),
+    (dict(softcap=None), TypeError, r"^softcap must be a float, got NoneType"),
+    (dict(softcap=10**400), ValueError, r"^softcap must be finite and >= 0 \(0 = off\), got 1000"),
+    (dict(softcap=1e-300), ValueError, r"^softcap must be finite and >= 0 \(0 = off\), got 1e-300"),
     (dict(softcap=-1.0), ValueError, r"^softcap must be finite and >= 0 \(0 = off\), got -1.0"),
     (dict(softcap=math.nan), ValueError, r"^softcap must be finite and >= 0 \(0 = off\), got nan"),
     (dict(softcap=math.inf), ValueError, r"^softcap must be finite and >= 0 \(0 = off\), got inf"),
     (dict(dropout_p="0.1"), TypeError, r"^dropout_p must be a float, got str"),
     (dict(dropout_p=True), TypeError, r"^dropout_p must be a float, got bool"),
+    (dict(dropout_p=False), TypeError, r"^dropout_p must be a float, got bool"),
+    (dict(dropout_p=torch.tensor(0.1)), TypeError, r"^dropout_p must be a float, got Tensor"),
     (dict(dropout_p=1.0), ValueError, r"^dropout_p must be in \[0, 1\), got 1.0"),
     (dict(dropout_p=-0.1), ValueError, r"^dropout_p must be in \[0, 1\), got -0.1"),
     (dict(dropout_p=math.nan), ValueError, r"^dropout_p must be in \[0, 1\), got nan"),
+    (dict(deterministic="yes"), TypeError, r"^deterministic must be a bool, got str"),
+    (dict(return_lse=1), TypeError, r"^return_lse must be a bool, got int"),
+    (dict(return_max_logits="x"), TypeError, r"^return_max_logits must be a bool, got str"),
+    (dict(validate=None), TypeError, r"^validate must be a bool, got NoneType"),
+    (dict(impl=None), ValueError, r"^impl must be one of auto, triton, hopper, reference, got None"),
     (dict(impl="cuda"), ValueError, r"^impl must be one of auto, triton, hopper, reference, got 'cuda'"),
     # tensors of features
     (dict(alibi_slopes=[1.0]), TypeError, r"^alibi_slopes must be a tensor, got list"),
     (dict(alibi_slopes=torch.zeros(4, dtype=torch.half)), TypeError, r"^alibi_slopes must be float32, got torch.float16"),
+    (dict(alibi_slopes=torch.zeros(4).to_sparse()), TypeError, r"^alibi_slopes must be a dense \(strided\) tensor"),
     (dict(alibi_slopes=torch.zeros(2)), ValueError, r"^alibi_slopes must have shape \(4,\) or \(2, 4\), got \(2,\)"),
     (dict(alibi_slopes=torch.zeros(4, device=META)), ValueError, r"^alibi_slopes must be on cpu, got meta"),
     (dict(alibi_slopes=torch.zeros(4).requires_grad_()), ValueError, r"^alibi_slopes requires a gradient"),
     (dict(learnable_sink=[1.0]), TypeError, r"^learnable_sink must be a float tensor, got list"),
     (dict(learnable_sink=torch.zeros(4, dtype=torch.int32)), TypeError, r"^learnable_sink must be a float tensor, got torch.int32"),
+    (dict(learnable_sink=torch.zeros(4, dtype=torch.float8_e4m3fn)), TypeError, r"^learnable_sink must be a float tensor, got torch.float8_e4m3fn"),
+    (dict(learnable_sink=torch.zeros(4).to_sparse()), TypeError, r"^learnable_sink must be a dense \(strided\) tensor"),
     (dict(learnable_sink=torch.zeros(2)), ValueError, r"^learnable_sink must have shape \(4,\), got \(2,\)"),
     (dict(learnable_sink=torch.zeros(4, device=META)), ValueError, r"^learnable_sink must be on cpu, got meta"),
     (dict(attn_bias=1.0), TypeError, r"^attn_bias must be a tensor, got float"),
-    (dict(attn_bias=torch.zeros(6, 7, dtype=torch.bool)), TypeError, r"^attn_bias must be a float tensor, got torch.bool; boolean .*attn_mask"),
+    (dict(attn_bias=torch.zeros(6, 7, dtype=torch.bool)), TypeError, r"^attn_bias must be float16, .* got torch.bool; boolean .*attn_mask"),
+    (dict(attn_bias=torch.zeros(6, 7, dtype=torch.float8_e4m3fn)), TypeError, r"^attn_bias must be float16, .* got torch.float8_e4m3fn"),
+    (dict(attn_bias=torch.zeros(6, 7).to_sparse()), TypeError, r"^attn_bias must be a dense \(strided\) tensor, got torch.sparse_coo"),
+    (dict(attn_bias=torch.zeros(0)), ValueError, r"^attn_bias must broadcast to .*got \(0,\)"),
     (dict(attn_bias=torch.zeros(6, 6)), ValueError, r"^attn_bias must broadcast to \(B, Hq, Nq, Nk\) = \(2, 4, 6, 7\), got \(6, 6\)"),
     (dict(attn_bias=torch.zeros(1, 2, 4, 6, 7)), ValueError, r"^attn_bias must broadcast to .*got \(1, 2, 4, 6, 7\)"),
     (dict(attn_bias=torch.zeros(6, 7, device=META)), ValueError, r"^attn_bias must be on cpu, got meta"),
@@ -97,6 +122,10 @@ DENSE = [
     (dict(attn_mask=torch.zeros(6, 7, dtype=torch.bool, device=META)), ValueError, r"^attn_mask must be on cpu, got meta"),
     (dict(seqused_k=[3, 4]), TypeError, r"^seqused_k must be an int32 tensor, got list"),
     (dict(seqused_k=torch.tensor([3.0, 4.0])), TypeError, r"^seqused_k must be int32 \(int64 is cast\), got torch.float32"),
+    (dict(seqused_k=torch.tensor([True, False])), TypeError, r"^seqused_k must be int32 \(int64 is cast\), got torch.bool"),
+    (dict(seqused_k=torch.tensor([2, 8])), ValueError, r"^seqused_k must be between 0 and a sequence's keys, 7, got 8"),
+    (dict(seqused_k=torch.tensor([-1, 2])), ValueError, r"^seqused_k must be between 0 and a sequence's keys, 7, got -1"),
+    (dict(seqused_k=torch.tensor([2**32 + 1, 2])), ValueError, r"^seqused_k must be between 0 and a sequence's keys, 7, got 4294967297"),
     (dict(seqused_k=torch.zeros(2, 1, dtype=torch.int32)), ValueError, r"^seqused_k must be one-dimensional, got shape \(2, 1\)"),
     (dict(seqused_k=torch.zeros(3, dtype=torch.int32)), ValueError, r"^seqused_k must have shape \(2,\), got \(3,\)"),
     (dict(seqused_k=torch.zeros(2, dtype=torch.int32, device=META)), ValueError, r"^seqused_k must be on q's device cpu, got meta"),
@@ -117,11 +146,16 @@ PACKED = [
     (dict(alibi_slopes=torch.zeros(3, 4)), ValueError, r"^alibi_slopes must have shape \(4,\) or \(2, 4\), got \(3, 4\)"),
     (dict(attn_bias=torch.zeros(6, 7)), ValueError, r"^attn_bias must broadcast to \(B, Hq, Nq, Nk\) = \(2, 4, 4, 4\), got \(6, 7\)"),
     (dict(seqused_k=torch.zeros(7, dtype=torch.int32)), ValueError, r"^seqused_k must have shape \(2,\), got \(7,\)"),
-    (dict(validate=True, cu_seqlens_q=torch.tensor([1, 2, 6])), ValueError, r"^cu_seqlens_q must start at 0"),
-    (dict(validate=True, cu_seqlens_k=torch.tensor([0, 5, 3])), ValueError, r"^cu_seqlens_k must start at 0, never decrease"),
-    (dict(validate=True, cu_seqlens_k=torch.tensor([0, 3, 8])), ValueError, r"^cu_seqlens_k must .* end at most at 7"),
-    (dict(validate=True, max_seqlen_q=3), ValueError, r"^max_seqlen_q: the longest sequence of cu_seqlens_q has 4 rows, got 3"),
-    (dict(validate=True, max_seqlen_k=3), ValueError, r"^max_seqlen_k: the longest sequence of cu_seqlens_k has 4 rows, got 3"),
+    (dict(validate=1), TypeError, r"^validate must be a bool, got int"),
+    (dict(cu_seqlens_q=torch.tensor([1, 2, 6])), ValueError, r"^cu_seqlens_q must start at 0"),
+    (dict(cu_seqlens_q=torch.tensor([0, -1, 6])), ValueError, r"^cu_seqlens_q must start at 0, never decrease"),
+    (dict(cu_seqlens_q=torch.tensor([0, 2**33, 6])), ValueError, r"^cu_seqlens_q must start at 0, never decrease"),
+    (dict(cu_seqlens_k=torch.tensor([0, 5, 3])), ValueError, r"^cu_seqlens_k must start at 0, never decrease"),
+    (dict(cu_seqlens_k=torch.tensor([0, 3, 8])), ValueError, r"^cu_seqlens_k must .* end at most at 7"),
+    (dict(max_seqlen_q=3), ValueError, r"^max_seqlen_q: the longest sequence of cu_seqlens_q has 4 rows, got 3"),
+    (dict(max_seqlen_k=3), ValueError, r"^max_seqlen_k: the longest sequence of cu_seqlens_k has 4 rows, got 3"),
+    (dict(seqused_k=torch.tensor([4, 2])), ValueError, r"^seqused_k must be between 0 and a sequence's keys, 3, got 4"),
+    (dict(seqused_k=torch.tensor([3, -2])), ValueError, r"^seqused_k must be between 0 and a sequence's keys, 4, got -2"),
 ]  # fmt: skip
 
 
@@ -133,6 +167,9 @@ def test_the_valid_calls_are_valid():
     """The templates that the tests below spoil are fine themselves."""
     assert dense().shape == (2, 4, 6, 8)
     assert packed(validate=True).shape == (6, 4, 8)
+    assert packed(seqused_k=torch.tensor([3, 0])).shape == (6, 4, 8)
+    spread = torch.tensor([0, 9, 2, 9, 6, 9])[::2]
+    assert packed(cu_seqlens_q=spread).equal(packed())  # of any stride
 
 
 @pytest.mark.parametrize(("change", "error", "words"), DENSE, ids=ids(DENSE))
@@ -160,6 +197,35 @@ def test_supports_says_what_the_call_says(change, error, words):
     assert answer.reason == str(raised.value)
 
 
+def gpu(**keywords):
+    """The valid packed call on a GPU, some arguments replaced."""
+    x = torch.zeros(7, 2, 16, dtype=torch.half, device="cuda")
+    cu = torch.tensor([0, 3, 7], dtype=torch.int32, device="cuda")
+    arguments = dict(q=x, k=x, v=x, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=4, max_seqlen_k=4) | keywords
+    return flash_attn_varlen(**arguments)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [("cu_seqlens_q", [1, 3, 7]), ("cu_seqlens_k", [0, 5, 3]), ("cu_seqlens_k", [0, 3, 8]), ("seqused_k", [4, 2])],
+)
+def test_values_on_a_gpu_are_read_when_asked(name, values):
+    """validate=True waits for the device and says what is wrong; without it nothing is read back."""
+    with pytest.raises(ValueError, match=rf"^{name} must"):
+        gpu(**{name: torch.tensor(values, device="cuda")}, validate=True)
+    with pytest.raises(ValueError, match=r"^max_seqlen_k: the longest sequence"):
+        gpu(max_seqlen_k=3, validate=True)
+    assert gpu(validate=True).shape == (7, 2, 16)
+
+
+@pytest.mark.gpu
+def test_used_keys_on_a_gpu_are_read_when_asked():
+    q = torch.zeros(1, 2, 5, 16, dtype=torch.half, device="cuda")
+    with pytest.raises(ValueError, match=r"^seqused_k must be between 0 and a sequence's keys, 5, got 6"):
+        flash_attn(q, q, q, seqused_k=torch.tensor([6], device="cuda"), validate=True)
+
+
 def test_supports():
     q, k = torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, 3, 8)
     yes = supports(q, k, k, causal=True, return_lse=True, deterministic=True)
@@ -184,8 +250,12 @@ def test_an_explicit_impl_never_falls_back():
 def test_float32_is_refused_by_the_kernels():
     """Row 46: float32 on the kernels is refused by name instead of computed in TF32."""
     q = torch.zeros(1, 2, 3, 8)
-    with pytest.raises(NotImplementedError, match=r"float16 and bfloat16, got torch\.float32|Triton is not installed"):
-        flash_attn(q, q, q, impl="triton")
+    for impl in ("triton", "hopper"):
+        words = (
+            rf"^impl='{impl}': q: .* float16 and bfloat16, got torch\.float32; impl='reference'|Triton is not installed"
+        )
+        with pytest.raises(NotImplementedError, match=words):
+            flash_attn(q, q, q, impl=impl)
 
 
 def test_float32_on_the_cpu_is_float32():

@@ -545,6 +545,27 @@ BAD_SETTINGS = [
     ({"embed_dim": 10, "num_heads": 4, "head_dim": 257}, "head_dim must be between 1 and 256, got 257"),
     ({"embed_dim": 8, "num_heads": 4, "dropout_p": 1.0}, r"dropout_p must be in \[0, 1\), got 1.0"),
     ({"embed_dim": 8, "num_heads": 4, "alibi": [1.0]}, r"num_heads = 4 slopes, got shape \(1,\)"),
+    ({"embed_dim": 8, "num_heads": 4, "softmax_scale": float("nan")}, "softmax_scale must be finite, got nan"),
+    ({"embed_dim": 8, "num_heads": 4, "softcap": -1.0}, "softcap must be finite and >= 0"),
+    ({"embed_dim": 8, "num_heads": 4, "window_size": (-5, 0)}, "window_size: left must be >= -1"),
+    ({"embed_dim": 8, "num_heads": 4, "impl": "cuda"}, "impl must be one of auto"),
+]
+BAD_KINDS = [
+    ({"embed_dim": "8"}, "embed_dim must be an int, got str"),
+    ({"num_heads": 4.0}, "num_heads must be an int, got float"),
+    ({"num_heads": True}, "num_heads must be an int, got bool"),
+    ({"num_kv_heads": 2.0}, "num_kv_heads must be an int, got float"),
+    ({"head_dim": 8.5}, "head_dim must be an int, got float"),
+    ({"bias": "no"}, "bias must be a bool, got str"),
+    ({"causal": 1}, "causal must be a bool, got int"),
+    ({"sink": 1}, "sink must be a bool, got int"),
+    ({"softmax_scale": "1"}, "softmax_scale must be a float or None, got str"),
+    ({"softcap": "30"}, "softcap must be a float, got str"),
+    ({"dropout_p": None}, "dropout_p must be a float, got NoneType"),
+    ({"window_size": 3}, "window_size must be a pair"),
+    ({"deterministic": "x"}, "deterministic must be a bool, got str"),
+    ({"alibi": "yes"}, "alibi must be True, False or num_heads = 4 slopes, got 'yes'"),
+    ({"alibi": None}, "alibi must be True, False or num_heads = 4 slopes, got None"),
 ]
 
 
@@ -553,6 +574,14 @@ BAD_SETTINGS = [
 def test_bad_settings(cls: type, settings: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         cls(**settings)
+
+
+@pytest.mark.parametrize("cls", [FlashSelfAttention, FlashCrossAttention])
+@pytest.mark.parametrize(("settings", "message"), BAD_KINDS)
+def test_bad_kinds_of_settings(cls: type, settings: dict, message: str) -> None:
+    """Refused when the layer is built, not when it first runs."""
+    with pytest.raises(TypeError, match=message):
+        cls(**({"embed_dim": 8, "num_heads": 4} | settings))
 
 
 CU = torch.tensor([0, 8], dtype=torch.int32)
@@ -568,6 +597,13 @@ BAD_SELF = [
     ),
     ({"x": X[..., :5]}, ValueError, r"x must be \(B, N, 24\), got shape \(2, 4, 5\)"),
     ({"x": X, **PACKED}, ValueError, r"x must be \(total, 24\) with cu_seqlens"),
+    ({"x": [1.0]}, TypeError, "x must be a float tensor, got list"),
+    ({"x": X.int()}, TypeError, "x must be a float tensor, got torch.int32"),
+    ({"x": X, "lengths": [1, 4]}, TypeError, "lengths must be a tensor of integers, got list"),
+    ({"x": X, "lengths": LEN, "attn_mask": [True]}, TypeError, "attn_mask must be a tensor, got list"),
+    ({"x": X2, "cu_seqlens": [0, 8], "max_seqlen": 8}, TypeError, "cu_seqlens_q must be an int32 tensor, got list"),
+    ({"x": X2, "cu_seqlens": CU + 1, "max_seqlen": 8}, ValueError, "cu_seqlens_q must start at 0"),
+    ({"x": X2, "cu_seqlens": CU, "max_seqlen": 7}, ValueError, "max_seqlen_q: the longest sequence"),
     ({"x": X2, "cu_seqlens": CU}, ValueError, "cu_seqlens and max_seqlen must be given together"),
     ({"x": X2, "max_seqlen": 8}, ValueError, "cu_seqlens and max_seqlen must be given together"),
     ({"x": NESTED}, TypeError, "x must be a plain tensor, got a nested one"),
@@ -592,6 +628,7 @@ PACKED_PAIR = {**PACKED, "context_cu_seqlens": CU, "context_max_seqlen": 8}
 BAD_CROSS = [
     ({"x": X2, "context": X}, ValueError, r"x must be \(B, N, 24\)"),
     ({"x": X, "context": X[..., :9]}, ValueError, r"context must be \(B, N, 24\), got shape \(2, 4, 9\)"),
+    ({"x": X, "context": [1.0]}, TypeError, "context must be a float tensor, got list"),
     ({"x": X, "context": X[:1]}, ValueError, "x and context must have the same batch size, got 2 and 1"),
     ({"x": X, "context": NESTED}, TypeError, "context must be a plain tensor, got a nested one"),
     ({"x": X2, "context": X2, **PACKED}, ValueError, "context_max_seqlen must be given together"),
@@ -615,3 +652,5 @@ def test_bad_cross_input(arguments: dict, error: type[Exception], message: str) 
 def test_bad_context_dim() -> None:
     with pytest.raises(ValueError, match="context_dim must be at least 1, got 0"):
         FlashCrossAttention(E, 4, context_dim=0)
+    with pytest.raises(TypeError, match="context_dim must be an int, got float"):
+        FlashCrossAttention(E, 4, context_dim=8.0)

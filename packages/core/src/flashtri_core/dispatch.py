@@ -31,19 +31,20 @@ def choose(problem: Problem, device: torch.device, impl: str) -> Support:
     """The implementation that ``impl`` means for this problem on this device, or why there is none."""
     if impl == "reference" or (impl == "auto" and device.type == "cpu"):
         return Support(True, "", "reference")
+    named = "" if impl == "auto" else f"impl={impl!r}: "
     reason = triton_ready(device, problem.dtype)
     if reason:
-        return Support(False, reason, "")
+        return Support(False, named + reason, "")
     reason = _unfit(problem, device) if impl in ("auto", "triton") else ""
     if impl == "triton":
-        return Support(not reason, reason, "" if reason else "triton")
+        return Support(not reason, named + reason if reason else "", "" if reason else "triton")
     hopper_reason = hopper_forward_reason(problem, device)
     if impl == "auto":
         hopper_reason = hopper_reason or unproven_on_hopper(problem)
     if not hopper_reason:
         return Support(True, "", "hopper")
     if impl == "hopper":
-        return Support(False, f"impl='hopper': {hopper_reason}", "")
+        return Support(False, named + hopper_reason, "")
     return Support(not reason, reason, "" if reason else "triton")
 
 

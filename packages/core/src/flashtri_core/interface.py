@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from .problem import Extras, describe
 from .variants import alibi, attn_bias, dropout, sink, softcap, window
 
 MAX_HEAD_DIM = 256
+FLAGS = ("return_lse", "return_max_logits", "validate")
+FLOAT_MAX = torch.finfo(torch.float32).max  # the kernels count in float32
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -36,6 +39,7 @@ def flash_attn(
     return_lse: bool = False,
     return_max_logits: bool = False,
     impl: str = "auto",
+    validate: bool = False,
 ) -> Any:
     """Exact attention, ``softmax(softmax_scale * q k^T) v``, whose score matrix never reaches GPU main memory.
 
@@ -56,11 +60,12 @@ def flash_attn(
         attn_bias: float tensor, broadcastable to (B, Hq, Nq, Nk), added to the score. Differentiable.
         attn_mask: bool tensor, broadcastable to (B, Hq, Nq, Nk), True = visible.
         dropout_p: probability of dropping a probability, applied whenever it is > 0 (a module knows about eval mode).
-        seqused_k: int32 (B,), keys in use per batch; keys behind it are invisible and "Nk" means this number.
+        seqused_k: int32 (B,), keys in use per batch, 0 to Nk; keys behind it are invisible and "Nk" means this number.
         deterministic: None follows ``torch.are_deterministic_algorithms_enabled()``.
         return_lse: also return the log-sum-exp (B, Hq, Nq), natural logarithm, fp32, differentiable.
         return_max_logits: also return the largest visible score (or sink) per head, (Hq,) fp32, without gradient.
         impl: "auto", "triton", "hopper" or "reference"; an explicit choice never falls back.
+        validate: check the values of seqused_k on a GPU too, which waits for the device; on a CPU they always are.
 
     Returns:
         out (B, Hq, Nq, Dv) in q's dtype and memory order; with ``return_lse`` and ``return_max_logits`` a tuple.
@@ -79,10 +84,11 @@ def flash_attn(
     """
     q, k, v = _cast(q, k, v)
     _check_tensors(q, k, v, 4)
+    _check_bools(FLAGS, (return_lse, return_max_logits, validate))
     batch, heads_q, nq = q.shape[0], q.shape[1], q.shape[2]
     extras, numbers, p = _check_features(
         q, k, (batch, heads_q, nq, k.shape[2]), causal, softmax_scale, window_size, softcap, alibi_slopes,
-        learnable_sink, attn_bias, attn_mask, dropout_p, seqused_k, impl,
+        learnable_sink, attn_bias, attn_mask, dropout_p, seqused_k, deterministic, impl, validate,
     )  # fmt: skip
     return _call(q, k, v, extras, nq, k.shape[2], numbers, p, deterministic, impl, return_lse, return_max_logits)
 
@@ -124,13 +130,14 @@ def flash_attn_varlen(
         v: (total_k, Hk, Dv).
         cu_seqlens_q: int32 (sequences + 1,), starts at 0, never decreases; int64 is cast.
         cu_seqlens_k: likewise, for k and v.
-        max_seqlen_q: an upper bound of the query lengths, a Python int. Only shapes of bias and mask depend on it.
+        max_seqlen_q: an upper bound of the query lengths, a Python int.
         max_seqlen_k: likewise for keys.
         attn_bias: broadcastable to (sequences, Hq, max_seqlen_q, max_seqlen_k), indexed inside each sequence.
         attn_mask: likewise.
         alibi_slopes: (Hq,) or (sequences, Hq).
         seqused_k: int32 (sequences,), keys in use in each sequence's rows.
-        validate: check the contents of cu_seqlens on the host, which waits for the device.
+        validate: check the values of cu_seqlens and seqused_k, and the longest lengths, on a GPU too, which waits for the
+            device; on a CPU they always are.
 
     Returns:
         out (total_q, Hq, Dv); lse (Hq, total_q); max_logits (Hq,).
@@ -148,19 +155,22 @@ def flash_attn_varlen(
     _check_tensors(q, k, v, 3)
     if v.shape[0] != k.shape[0]:
         raise ValueError(f"v must have k's rows {k.shape[0]}, got {v.shape[0]}")
+    _check_bools(FLAGS, (return_lse, return_max_logits, validate))
     max_q, max_k = _check_max("max_seqlen_q", max_seqlen_q), _check_max("max_seqlen_k", max_seqlen_k)
-    cu_q, cu_k = _check_cu("cu_seqlens_q", cu_seqlens_q, q), _check_cu("cu_seqlens_k", cu_seqlens_k, q)
+    cu_q, starts_q = _check_cu("cu_seqlens_q", cu_seqlens_q, q, validate)
+    cu_k, starts_k = _check_cu("cu_seqlens_k", cu_seqlens_k, q, validate)
     if cu_q.shape[0] != cu_k.shape[0]:
         raise ValueError(
             f"cu_seqlens_k must have as many entries as cu_seqlens_q ({cu_q.shape[0]}), got {cu_k.shape[0]}"
         )
-    if validate:
-        _check_cu_contents("cu_seqlens_q", cu_q, q.shape[0], max_q)
-        _check_cu_contents("cu_seqlens_k", cu_k, k.shape[0], max_k)
+    lengths = None
+    if starts_q is not None and starts_k is not None:
+        _check_starts("cu_seqlens_q", starts_q, q.shape[0], max_q)
+        lengths = _check_starts("cu_seqlens_k", starts_k, k.shape[0], max_k)
     sequences = cu_q.shape[0] - 1
     extras, numbers, p = _check_features(
         q, k, (sequences, q.shape[1], max_q, max_k), causal, softmax_scale, window_size, softcap, alibi_slopes,
-        learnable_sink, attn_bias, attn_mask, dropout_p, seqused_k, impl,
+        learnable_sink, attn_bias, attn_mask, dropout_p, seqused_k, deterministic, impl, validate, lengths,
     )  # fmt: skip
     extras = extras._replace(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
     return _call(q, k, v, extras, max_q, max_k, numbers, p, deterministic, impl, return_lse, return_max_logits)
@@ -181,17 +191,18 @@ def supports(q: Tensor, k: Tensor, v: Tensor, *, impl: str = "auto", **features:
         options: dict[str, Any] = {
             "causal": False, "softmax_scale": None, "window_size": (-1, -1), "softcap": 0.0, "alibi_slopes": None,
             "learnable_sink": None, "attn_bias": None, "attn_mask": None, "dropout_p": 0.0, "seqused_k": None,
+            "deterministic": None,
         }  # fmt: skip
-        for name in ("deterministic", "return_lse", "return_max_logits"):
-            features.pop(name, None)
+        flags = [features.pop(name, False) for name in FLAGS]
         unknown = set(features) - set(options)
         if unknown:
             raise TypeError(f"unknown keyword {sorted(unknown)[0]!r}")
         options.update(features)
         q, k, v = _cast(q, k, v)
         _check_tensors(q, k, v, 4)
+        _check_bools(FLAGS, flags)
         shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-        extras, numbers, p = _check_features(q, k, shape, *options.values(), impl)  # type: ignore[call-arg]
+        extras, numbers, p = _check_features(q, k, shape, *options.values(), impl, flags[2])  # type: ignore[call-arg]
         problem = describe(q, k, v, extras, q.shape[2], k.shape[2], *numbers, p)
         return dispatch.choose(problem, q.device, impl)
     except (TypeError, ValueError, NotImplementedError) as error:
@@ -235,6 +246,8 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, dim: int) -> None:
     dtype, device = q.dtype, q.device
     shapes = q.shape, k.shape, v.shape
     for name, x, shape in zip("qkv", (q, k, v), shapes, strict=True):
+        if x.layout is not torch.strided:
+            _check_layout(name, x)
         if len(shape) != dim:
             layout = "(B, H, N, D)" if dim == 4 else "(total, H, D)"
             raise ValueError(f"{name} must have {dim} dimensions {layout}, got shape {tuple(shape)}")
@@ -276,72 +289,116 @@ def _check_features(
     mask: Tensor | None,
     dropout_p: float,
     seqused_k: Tensor | None,
+    deterministic: bool | None,
     impl: str,
+    validate: bool,
+    key_lengths: list[int] | None = None,
 ) -> tuple[Extras, tuple[float, bool, int, int, float], float]:
     batch, heads = shape[0], shape[1]
-    if impl not in IMPLS:
-        raise ValueError(f"impl must be one of {', '.join(IMPLS)}, got {impl!r}")
-    if not isinstance(causal, bool):
-        raise TypeError(f"causal must be a bool, got {type(causal).__name__}")
-    if softmax_scale is None:
-        softmax_scale = q.shape[-1] ** -0.5
-    elif isinstance(softmax_scale, bool) or not isinstance(softmax_scale, (int, float)):
-        raise TypeError(f"softmax_scale must be a float or None, got {type(softmax_scale).__name__}")
-    elif not -float("inf") < softmax_scale < float("inf"):
-        raise ValueError(f"softmax_scale must be finite, got {softmax_scale}")
-    left, right = (-1, -1) if window_size == (-1, -1) else window.check(window_size)
-    cap = softcap_check(cap) if cap != 0.0 else 0.0
-    p = dropout.check(dropout_p) if dropout_p != 0.0 else 0.0
+    scale, left, right, cap, p = check_options(
+        causal, softmax_scale, window_size, cap, dropout_p, deterministic, impl, q.shape[-1]
+    )
     if alibi_slopes is not None:
+        _check_layout("alibi_slopes", alibi_slopes)
         alibi.check(alibi_slopes, batch, heads, q.device)
     if learnable_sink is not None:
+        _check_layout("learnable_sink", learnable_sink)
         sink.check(learnable_sink, heads, q.device)
     if bias is not None:
+        _check_layout("attn_bias", bias)
         attn_bias.check(bias, "attn_bias", shape, q.device, False)
         bias = attn_bias.as_4d(bias)
     if mask is not None:
+        _check_layout("attn_mask", mask)
         attn_bias.check(mask, "attn_mask", shape, q.device, True)
         mask = attn_bias.as_4d(mask)
     if seqused_k is not None:
-        seqused_k = _check_index("seqused_k", seqused_k, q)
+        seqused_k, used = _check_index("seqused_k", seqused_k, q, validate)
         if tuple(seqused_k.shape) != (batch,):
             raise ValueError(f"seqused_k must have shape ({batch},), got {tuple(seqused_k.shape)}")
+        for n, keys in zip(used or (), key_lengths or [shape[3]] * batch, strict=used is not None):
+            if not 0 <= n <= keys:
+                raise ValueError(f"seqused_k must be between 0 and a sequence's keys, {keys}, got {n}")
     extras = Extras(alibi_slopes, learnable_sink, bias, mask, None, None, seqused_k, None)
-    return extras, (float(softmax_scale), causal, left, right, cap), p
+    return extras, (scale, causal, left, right, cap), p
 
 
-softcap_check = softcap.check
+def check_options(
+    causal: bool,
+    softmax_scale: float | None,
+    window_size: Any,
+    cap: float,
+    dropout_p: float,
+    deterministic: bool | None,
+    impl: str,
+    head_dim: int,
+) -> tuple[float, int, int, float, float]:
+    """Check the options of a call that are no tensors; modules do so when they are built.
+
+    Returns:
+        softmax_scale, the window's two sides, softcap, dropout_p.
+
+    Raises:
+        TypeError, ValueError: as :func:`flash_attn`.
+    """
+    if impl not in IMPLS:
+        raise ValueError(f"impl must be one of {', '.join(IMPLS)}, got {impl!r}")
+    _check_bools(("causal", "deterministic"), (causal, False if deterministic is None else deterministic))
+    if softmax_scale is None:
+        softmax_scale = head_dim**-0.5
+    elif isinstance(softmax_scale, bool) or not isinstance(softmax_scale, (int, float)):
+        raise TypeError(f"softmax_scale must be a float or None, got {type(softmax_scale).__name__}")
+    elif not -FLOAT_MAX <= softmax_scale <= FLOAT_MAX:
+        raise ValueError(f"softmax_scale must be finite, got {softmax_scale}")
+    left, right = window.check(window_size)
+    cap = cap if type(cap) is float and cap == 0.0 else softcap.check(cap)  # nearly every call: off
+    p = dropout_p if type(dropout_p) is float and dropout_p == 0.0 else dropout.check(dropout_p)
+    return float(softmax_scale), left, right, cap, p
 
 
-def _check_index(name: str, x: Any, q: Tensor) -> Tensor:
-    """An int32 or int64 vector on q's device, as contiguous int32."""
+def _check_bools(names: Sequence[str], values: Sequence[object]) -> None:
+    for name, value in zip(names, values, strict=True):
+        if value is not True and value is not False:
+            raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
+
+
+def _check_layout(name: str, x: object) -> None:
+    if isinstance(x, Tensor) and x.layout is not torch.strided:
+        raise TypeError(f"{name} must be a dense (strided) tensor, got {x.layout}")
+
+
+def _check_index(name: str, x: Any, q: Tensor, validate: bool) -> tuple[Tensor, list[int] | None]:
+    """An int32 or int64 vector on q's device as contiguous int32; and its values, where the host reads them."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be an int32 tensor, got {type(x).__name__}")
+    _check_layout(name, x)
     if x.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name} must be int32 (int64 is cast), got {x.dtype}")
     if x.dim() != 1:
         raise ValueError(f"{name} must be one-dimensional, got shape {tuple(x.shape)}")
     if x.device != q.device:
         raise ValueError(f"{name} must be on q's device {q.device}, got {x.device}")
-    return x.to(torch.int32).contiguous()
+    read = validate or (x.device.type == "cpu" and not ops.looked_into(x))  # reading a CPU tensor waits for nothing
+    return x.to(torch.int32).contiguous(), x.tolist() if read else None
 
 
-def _check_cu(name: str, cu: Any, q: Tensor) -> Tensor:
-    index = _check_index(name, cu, q)
+def _check_cu(name: str, cu: Any, q: Tensor, validate: bool) -> tuple[Tensor, list[int] | None]:
+    index, values = _check_index(name, cu, q, validate)
     if index.shape[0] < 1:
         raise ValueError(f"{name} must have at least one entry (sequences + 1), got none")
-    return index
+    return index, values
 
 
-def _check_cu_contents(name: str, cu: Tensor, total: int, longest: int) -> None:
-    values = cu.tolist()
-    lengths = [b - a for a, b in itertools.pairwise(values)]
-    if values[0] != 0 or any(n < 0 for n in lengths) or values[-1] > total:
-        raise ValueError(f"{name} must start at 0, never decrease, and end at most at {total}, got {values[:8]}...")
+def _check_starts(name: str, starts: list[int], total: int, longest: int) -> list[int]:
+    """The lengths of the sequences."""
+    lengths = [b - a for a, b in itertools.pairwise(starts)]
+    if starts[0] != 0 or any(n < 0 for n in lengths) or starts[-1] > total:
+        raise ValueError(f"{name} must start at 0, never decrease, and end at most at {total}, got {starts[:8]}...")
     if lengths and max(lengths) > longest:
         raise ValueError(
             f"{name.replace('cu_seqlens', 'max_seqlen')}: the longest sequence of {name} has {max(lengths)} rows, got {longest}"
         )
+    return lengths
 
 
 def _check_max(name: str, value: Any) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from . import dispatch
 from .problem import Extras, describe
@@ -193,23 +194,26 @@ class _Eager(torch.autograd.Function):
         return _gradients(_backward, ctx, do, dlse)
 
 
+def looked_into(*tensors: Tensor) -> bool:
+    """Does something look into operators here: torch.compile, export, fake tensors, subclasses, modes, functorch, tracing?"""
+    return (
+        torch.compiler.is_compiling()
+        or any([type(x) is not Tensor and type(x) is not Parameter for x in tensors])  # noqa: C419  (a list is quicker)
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._get_tracing_state() is not None
+    )
+
+
 def attention(*inputs: Any) -> tuple[Tensor, Tensor, Tensor | None]:
     """(out, lse, row_max) of the forward operator's arguments, by the shortest road; row_max only where asked for.
 
-    Plain tensors in eager mode go to the launcher directly. Whatever looks into operators (torch.compile, export, fake
-    tensors, subclasses, dispatch modes, functorch, tracing) gets the operator.
+    Plain tensors in eager mode go to the launcher directly; everybody else gets the operator.
     """
-    q, k, v = inputs[:3]
-    if (
-        torch.compiler.is_compiling()
-        or not type(q) is type(k) is type(v) is Tensor
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._get_tracing_state() is not None
-        or q.device.type not in ("cuda", "cpu")
-    ):
+    q = inputs[0]
+    if looked_into(*inputs[:3]) or q.device.type not in ("cuda", "cpu"):
         return torch.ops.flashtri.fwd(*inputs)  # type: ignore[no-any-return]
-    if torch.is_grad_enabled() and any([x is not None and x.requires_grad for x in inputs[: 3 + _N_EXTRAS]]):  # noqa: C419  (a list is quicker)
+    if torch.is_grad_enabled() and any([x is not None and x.requires_grad for x in inputs[: 3 + _N_EXTRAS]]):  # noqa: C419
         return _Eager.apply(*inputs)  # type: ignore[no-any-return, no-untyped-call]
     return _forward(*inputs)
 

@@ -51,7 +51,7 @@ def triton_ready(device: torch.device, dtype: torch.dtype) -> str:
     if not HAS_TRITON:
         return "Triton is not installed (pip install triton, Linux only); CPU tensors take impl='reference'"
     if dtype not in (torch.float16, torch.bfloat16):
-        return f"the kernels compute in float16 and bfloat16, got {dtype}"
+        return f"q: the kernels compute in float16 and bfloat16, got {dtype}; impl='reference' computes the others"
     if device.type == "cpu":
         if not INTERPRETED:
             return "CPU tensors need Triton's interpreter (TRITON_INTERPRET=1 before the import) or impl='reference'"

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from flashtri_core import flash_attn, flash_attn_varlen
+from flashtri_core.interface import check_options
 
 
 def standard_alibi_slopes(num_heads: int) -> Tensor:
@@ -72,6 +73,7 @@ class _Attention(nn.Module):
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         for name, value in (("embed_dim", embed_dim), ("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
+            _check_int(name, value)
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if num_heads % num_kv_heads:
@@ -82,10 +84,13 @@ class _Attention(nn.Module):
                     f"embed_dim must be a multiple of num_heads, got {embed_dim} and {num_heads}; or give head_dim"
                 )
             head_dim = embed_dim // num_heads
+        _check_int("head_dim", head_dim)
         if not 1 <= head_dim <= 256:
             raise ValueError(f"head_dim must be between 1 and 256, got {head_dim}")
-        if not 0.0 <= dropout_p < 1.0:
-            raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
+        for name, flag in (("bias", bias), ("sink", sink)):
+            if not isinstance(flag, bool):
+                raise TypeError(f"{name} must be a bool, got {type(flag).__name__}")
+        check_options(causal, softmax_scale, window_size, softcap, dropout_p, deterministic, impl, head_dim)
 
         self.embed_dim = embed_dim
         self.num_heads = num_heads
@@ -112,7 +117,10 @@ class _Attention(nn.Module):
             return None
         if alibi is True:
             return standard_alibi_slopes(num_heads)
-        slopes = torch.as_tensor(alibi, dtype=torch.float32).detach().cpu().clone()
+        try:
+            slopes = torch.as_tensor(alibi, dtype=torch.float32).detach().cpu().clone()
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"alibi must be True, False or num_heads = {num_heads} slopes, got {alibi!r}") from error
         if slopes.shape != (num_heads,):
             raise ValueError(
                 f"alibi must be True, False or num_heads = {num_heads} slopes, got shape {tuple(slopes.shape)}"
@@ -189,7 +197,7 @@ class _Attention(nn.Module):
         cu_seqlens_k, used_k = _tokens_and_padding(lengths_k, batch, seqlen_k, q.device)
         # Masks and biases count positions inside each of the 2 B sequences, which for tokens are the dense ones.
         attn_mask, attn_bias = (
-            t.repeat_interleave(2, dim=0) if t is not None and t.dim() == 4 and t.shape[0] > 1 else t
+            t.repeat_interleave(2, dim=0) if isinstance(t, Tensor) and t.dim() == 4 and t.shape[0] > 1 else t
             for t in (attn_mask, attn_bias)
         )
         out: Tensor = flash_attn_varlen(
@@ -218,6 +226,10 @@ class _Attention(nn.Module):
         return out.flatten(1)
 
     def _check_input(self, name: str, x: Tensor, features: int, packed: bool, packed_by: str) -> None:
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            raise TypeError(
+                f"{name} must be a float tensor, got {x.dtype if isinstance(x, Tensor) else type(x).__name__}"
+            )
         if x.is_nested:
             raise TypeError(
                 f"{name} must be a plain tensor, got a nested one; pass its values and offsets as {packed_by}"
@@ -228,9 +240,16 @@ class _Attention(nn.Module):
             raise ValueError(f"{name} must be {form}, got shape {tuple(x.shape)}{hint}")
 
 
+def _check_int(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+
+
 def _check_lengths(name: str, lengths: Tensor, x: Tensor) -> Tensor:
     """Return `lengths` as int32 within `[0, N]`; `(B,)` integers beside `x (B, N, features)` only."""
     batch, seqlen, _ = x.shape
+    if not isinstance(lengths, Tensor):
+        raise TypeError(f"{name} must be a tensor of integers, got {type(lengths).__name__}")
     if lengths.dtype not in (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8):
         raise TypeError(f"{name} must hold integers, got {lengths.dtype}")
     if lengths.shape != (batch,):
@@ -288,9 +307,10 @@ class FlashSelfAttention(_Attention):
         dtype: what they are created in.
 
     Raises:
-        ValueError: a size below 1; `num_heads` no multiple of `num_kv_heads`; `embed_dim` no multiple of `num_heads`
-            while `head_dim` is not given; `head_dim` above 256; `dropout_p` outside `[0, 1)`; a number of slopes that
-            is not `num_heads`.
+        TypeError: an argument of the wrong type.
+        ValueError: an option that `flash_attn` refuses; a size below 1; `num_heads` no multiple of `num_kv_heads`;
+            `embed_dim` no multiple of `num_heads` while `head_dim` is not given; `head_dim` above 256; a number of
+            slopes that is not `num_heads`.
 
     Example:
         >>> attn = FlashSelfAttention(embed_dim=64, num_heads=4, num_kv_heads=2, causal=True)
@@ -421,6 +441,7 @@ class FlashCrossAttention(_Attention):
             dropout_p=dropout_p, deterministic=deterministic, impl=impl, device=device, dtype=dtype,
         )  # fmt: skip
         self.context_dim = embed_dim if context_dim is None else context_dim
+        _check_int("context_dim", self.context_dim)
         if self.context_dim < 1:
             raise ValueError(f"context_dim must be at least 1, got {context_dim}")
         self.q_proj = nn.Linear(embed_dim, self.num_heads * self.head_dim, bias=bias, device=device, dtype=dtype)

@@ -71,8 +71,14 @@ class FlashMultiheadAttention(nn.MultiheadAttention):
             ValueError: a tensor or mask of another shape than stated.
         """
         for name, tensor in (("query", query), ("key", key), ("value", value)):
+            if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+                got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+                raise TypeError(f"{name} must be a float tensor, got {got}")
             if tensor.is_nested:
                 raise TypeError(f"{name} must be a plain tensor, got a nested one; pad it and give key_padding_mask")
+        for name, mask in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
+            if mask is not None and not isinstance(mask, Tensor):
+                raise TypeError(f"{name} must be boolean or floating point, got {type(mask).__name__}")
         packed_projection = query is key and key is value and self._qkv_same_embed_dim
         unbatched = query.dim() == 2
         batch_axis = 0 if self.batch_first else 1

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .._jit import jit, tl
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @jit
@@ -47,8 +50,10 @@ def check(bias: object, name: str, shape: tuple[int, int, int, int], device: obj
         raise TypeError(f"{name} must be a tensor, got {type(bias).__name__}")
     if boolean and str(bias.dtype) != "torch.bool":
         raise TypeError(f"{name} must be bool (True = visible), got {bias.dtype}; additive terms go to attn_bias")
-    if not boolean and not bias.dtype.is_floating_point:
-        raise TypeError(f"{name} must be a float tensor, got {bias.dtype}; boolean masks go to attn_mask")
+    if not boolean and bias.dtype not in FLOATS:
+        raise TypeError(
+            f"{name} must be float16, bfloat16, float32 or float64, got {bias.dtype}; boolean masks go to attn_mask"
+        )
     if bias.dim() > 4 or any(b not in (1, s) for b, s in zip(bias.shape[::-1], shape[::-1], strict=False)):
         raise ValueError(f"{name} must broadcast to (B, Hq, Nq, Nk) = {shape}, got {tuple(bias.shape)}")
     if bias.device != device:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .attn_bias import FLOATS
+
 
 def gradient(sink: Tensor, lse: Tensor, delta: Tensor, head_dim_axis: int) -> Tensor:
     """dsink (Hq,) in the sink's dtype; ``lse`` and ``delta`` fp32 with the heads on axis ``head_dim_axis``."""
@@ -27,9 +29,9 @@ def check(sink: object, heads: int, device: object) -> None:
         TypeError: not a float tensor.
         ValueError: another shape than (Hq,), or another device.
     """
-    if not isinstance(sink, Tensor) or not sink.dtype.is_floating_point:
+    if not isinstance(sink, Tensor) or sink.dtype not in FLOATS:
         kind = sink.dtype if isinstance(sink, Tensor) else type(sink).__name__
-        raise TypeError(f"learnable_sink must be a float tensor, got {kind}")
+        raise TypeError(f"learnable_sink must be a float tensor, got {kind} (supported: float16, bfloat16, float32, float64)")
     if tuple(sink.shape) != (heads,):
         raise ValueError(f"learnable_sink must have shape ({heads},), got {tuple(sink.shape)}")
     if sink.device != device:

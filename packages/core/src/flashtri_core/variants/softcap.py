@@ -55,14 +55,14 @@ def score_eager(s: Tensor, softcap: float) -> Tensor:
 
 
 def check(softcap: object) -> float:
-    """Validate ``softcap``: a finite number >= 0.
+    """Validate ``softcap``: 0, or a positive number that float32 holds together with its reciprocal.
 
     Raises:
         TypeError: not a number.
-        ValueError: negative, infinite or NaN.
+        ValueError: negative, NaN, too large or too small.
     """
     if isinstance(softcap, bool) or not isinstance(softcap, (int, float)):
         raise TypeError(f"softcap must be a float, got {type(softcap).__name__}")
-    if not 0.0 <= softcap < float("inf"):
+    if softcap != 0 and not 1e-38 <= softcap <= 1e38:
         raise ValueError(f"softcap must be finite and >= 0 (0 = off), got {softcap}")
     return float(softcap)

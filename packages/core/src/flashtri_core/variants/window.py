@@ -58,6 +58,8 @@ def check(window_size: object) -> tuple[int, int]:
         TypeError: not a pair of ints.
         ValueError: a side below -1.
     """
+    if type(window_size) is tuple and window_size == (-1, -1) and type(window_size[0]) is type(window_size[1]) is int:
+        return -1, -1  # nearly every call
     pair = (-1, -1) if window_size is None else window_size
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise TypeError(f"window_size must be a pair (left, right) of ints, got {window_size!r}")
