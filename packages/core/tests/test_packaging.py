@@ -98,7 +98,7 @@ def test_import_arrows(place):
 def test_gluon_stays_in_the_hopper_folder():
     core = ROOT / "packages" / "core" / "src" / "flashtri_core"
     outside = [path for path in core.rglob("*.py") if "hopper" not in path.parts]
-    assert not [path for path in outside if any("gluon" in name for name in imports(path))]
+    assert not [path for path in outside if any("triton.experimental" in name for name in imports(path))]
 
 
 def run_python(code):

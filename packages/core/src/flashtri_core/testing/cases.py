@@ -248,12 +248,12 @@ def call(given: Inputs, impl: str, **keywords: Any) -> Any:
     return flash_attn_varlen(q, k, v, cu_q, cu_k, longest_q, longest_k, impl=impl, **rest)
 
 
-def run(given: Inputs, impl: str, backward: bool = True) -> dict[str, Tensor]:
+def run(given: Inputs, impl: str, backward: bool = True, **keywords: Any) -> dict[str, Tensor]:
     """out, lse, max and, with ``backward``, every gradient (dq, dk, dv, dsink, dbias) through ``impl``."""
     leaves = {n: given.tensors[n].detach().requires_grad_(backward) for n in given.differentiable}
     given = replace(given, tensors=given.tensors | leaves)
     torch.manual_seed(SEED)
-    out, lse, row_max = call(given, impl, return_lse=True, return_max_logits=True)
+    out, lse, row_max = call(given, impl, return_lse=True, return_max_logits=True, **keywords)
     results = {"out": out.detach(), "lse": lse.detach(), "max": row_max}
     if backward:
         grads = torch.autograd.grad((out, lse), list(leaves.values()), (given.do, given.dlse))

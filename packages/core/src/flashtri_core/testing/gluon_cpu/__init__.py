@@ -1,0 +1,126 @@
+"""The Hopper kernels on CPU tensors: their own source, executed with Python objects in place of Triton's language.
+
+Triton's interpreter does not know Gluon. Inside :func:`emulate`, ``impl="hopper"`` takes CPU tensors and launches run
+here, so that what the kernels compute, which addresses they touch and whether their barriers hold can be tested anywhere::
+
+    with gluon_cpu.emulate(seed=3):
+        out = flash_attn(q, k, v, impl="hopper")
+
+Modelled: every value in its dtype; TMA boxes with zeros past the end; mbarriers with counts, bytes and phases, named
+barriers; the order of partitions and thread blocks, drawn from the seed; asynchronous TMA and wgmma (:mod:`.machine`
+says what is an error); the column panels of shared-memory tiles; bounds of global and shared memory; int32 overflow; the
+inline assembly that the kernels contain.
+
+Not modelled: speed, registers, bank conflicts, the layouts of tiles in registers, the memory model between partitions
+beyond barriers and fences, denormals, and the hardware's own exp2, tanh and summation order.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from ... import dispatch, ops
+from ...kernels.hopper import launch_backward, launch_forward
+from ...target import SHARED_MEMORY, Target
+from ..aot import StubDriver
+from .language import MEMORIES, Edits, Translator
+from .machine import Machine
+from .values import EmulationError
+
+
+class Emulator:
+    """Runs launches; stands for Triton's compiler as well: a compiled kernel is the kernel."""
+
+    def __init__(self, seed: int, resident: int, edits: Edits) -> None:
+        self.seed, self.resident, self.translator = seed, resident, Translator(edits)
+        self.launches = 0
+
+    def run(self, jit: Any, grid: int, args: tuple[Any, ...], warps: int = 4) -> None:
+        """Execute ``grid`` programs of a jit function."""
+        function = self.translator.function(jit)
+        MEMORIES.clear()
+        given = [
+            self.translator.argument(x, parameter.is_constexpr) for x, parameter in zip(args, jit.params, strict=True)
+        ]
+        self.launches += 1
+        Machine((self.seed, self.launches), grid, self.resident, lambda: function(*given), warps).run()
+        MEMORIES.clear()
+
+
+class Kernel:
+    """Stands where a launcher's module has a kernel, and for its compiled form."""
+
+    def __init__(self, emulator: Emulator, jit: Any) -> None:
+        self.emulator, self.jit = emulator, jit
+        self.metadata = types.SimpleNamespace(tensordesc_meta=(None,))
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*args: Any, num_warps: int = 4) -> Kernel:
+            self.emulator.run(self.jit, grid[0], args, num_warps)
+            return self
+
+        return launch
+
+
+class Launch:
+    """Stands for :class:`..common.Launch`: a repeated call."""
+
+    def __init__(self, compiled: Kernel) -> None:
+        self.compiled, self.raw = compiled, True
+
+    def flatten(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return args
+
+    def run(self, grid: int, device: int, flat: tuple[Any, ...]) -> bool:
+        self.compiled[(grid,)](*flat)
+        return True
+
+
+@contextmanager
+def emulate(
+    seed: int = 0, multiprocessors: int = 3, resident: int = 3, edits: Edits | None = None
+) -> Iterator[Emulator]:
+    """Inside, CPU tensors run on the Hopper kernels with ``impl="hopper"``.
+
+    Args:
+        seed: Chooses the interleaving.
+        multiprocessors: What the host code is told that the GPU has, and so the grid of persistent kernels.
+        resident: Thread blocks that run side by side.
+        edits: "module.function" -> (text, what stands there instead): a fault to inject.
+
+    Yields:
+        The emulator, which counts its launches.
+    """
+    emulator = Emulator(seed, resident, edits or {})
+    target = Target(90, SHARED_MEMORY[90], multiprocessors=multiprocessors)
+    reason: Any = launch_forward.problem_reason
+    replaced: list[tuple[Any, str, Any]] = [
+        (dispatch, "triton_ready", lambda device, dtype: ""),
+        (dispatch, "target_of", lambda device: target),
+        (launch_forward, "target_of", lambda device: target),
+        (launch_forward, "problem_reason", lambda p, device: reason(p, types.SimpleNamespace(type="cuda", index=0))),
+        (torch.cuda, "current_device", lambda: None),
+        (torch.cuda, "is_current_stream_capturing", lambda: False),
+        (driver, "_active", StubDriver(target)),
+    ]
+    for module in (launch_forward, launch_backward):
+        replaced.append((module, "Launch", Launch))
+        replaced += [(module, n, Kernel(emulator, x)) for n, x in vars(module).items() if isinstance(x, JITFunction)]
+    caches: list[dict[Any, Any]] = [ops._plans, launch_forward._counters, launch_backward._ready]
+    with ExitStack() as stack:
+        for cache in caches:
+            stack.enter_context(mock.patch.dict(cache, clear=True))
+        for place, name, value in replaced:
+            stack.enter_context(mock.patch.object(place, name, value))
+        yield emulator
+
+
+__all__ = ["EmulationError", "Emulator", "emulate"]

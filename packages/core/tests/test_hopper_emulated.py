@@ -1,0 +1,289 @@
+"""The Hopper kernels compute what they should, on CPU tensors: their own source, run by testing/gluon_cpu.
+
+Every case of the shared table that they take, at sizes of a few tiles, forward and both backward paths. The seed decides
+which partition runs when and when a copy lands.
+"""
+
+import dataclasses
+import zlib
+
+import pytest
+import torch
+
+from flashtri_core import flash_attn, flash_attn_varlen
+from flashtri_core.testing import budget, cases
+from flashtri_core.testing.cases import CASES, Case
+
+pytest.importorskip("triton", reason="Triton exists on Linux only")
+from flashtri_core._jit import INTERPRETED
+
+if INTERPRETED:
+    pytest.skip("TRITON_INTERPRET=1 is set: jit functions are the interpreter's", allow_module_level=True)
+from flashtri_core.kernels.hopper import launch_backward, launch_forward
+from flashtri_core.testing import gluon_cpu
+
+HALF, BFLOAT = torch.float16, torch.bfloat16
+NAN = float("nan")
+
+
+def check(case, dtype=HALF, backward=True, deterministic=(False, True), seed=0, **emulation):
+    """Forward and every gradient, through both backward paths, within the budget."""
+    given = cases.inputs(case, dtype)
+    right, eager = cases.exact(given, torch.float64, backward), cases.exact(given, dtype, backward)
+    for path in deterministic if backward else (False,):
+        with gluon_cpu.emulate(seed, **emulation) as emulator:
+            got = cases.run(given, "hopper", backward, deterministic=path)
+        assert emulator.launches == (4 if backward else 1)
+        budget.check(got, right, eager)
+
+
+# ------------------------------------------------------------------------------------------------- the shared cases
+def taken(case):
+    """Whether the Hopper kernels take it; what they refuse, the tests of their reasons cover."""
+    refused = case.bias or case.mask or case.dropout_p or {"offset", "padded"} & set(case.layouts[:3])
+    return not refused and (case.dv or case.d) == case.d and case.d % 8 == 0
+
+
+#: One number too many is read from memory there, see the reason; the results are right.
+PAST_THE_END = pytest.mark.xfail(strict=False, reason="forward.find_tile reads seqused_k of a tile past the last")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(c, id=c.name, marks=PAST_THE_END if c.used and not c.lengths else ())
+        for c in CASES.values()
+        if taken(c)
+    ],
+)
+def test_case(case, poisoned):
+    """D = 32 to 64 and 96 to 128, in turns with the dtype."""
+    number = zlib.crc32(case.name.encode())
+    check(case.grown(6, (4, 8)[number % 2]), (HALF, BFLOAT)[number // 2 % 2], seed=number)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("d", [8, 64, 72, 80, 96, 128])
+def test_head_dims(d, causal, poisoned):
+    check(Case("head_dim", nq=200, nk=270, d=d, causal=causal, layouts=("rows_first",) * 4), BFLOAT, seed=d)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(("d", "dv"), [(136, 136), (192, 192), (256, 256), (192, 128)], ids=str)
+def test_wide_heads_forward(d, dv, causal, poisoned):
+    check(Case("wide", nq=200, nk=270, d=d, dv=dv, causal=causal), BFLOAT, backward=False, seed=d)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("d", [64, 96, 128, 192, 256])
+def test_packed_head_dims(d, causal, poisoned):
+    """At D > 64 the dQ kernel read another block's statistics: it numbered them by its own rows, not by theirs."""
+    lengths = ((1, 5), (128, 128), (150, 130), (0, 3), (77, 0), (263, 300), (65, 129))
+    check(Case("packed", lengths=lengths, d=d, causal=causal, tail=(3, 5)), HALF, backward=d <= 128, seed=d)
+
+
+@pytest.mark.parametrize("layout", ["rows_first", "expanded", "offset", "padded", "columns", "ones"])
+def test_layouts_of_the_output_gradient(layout):
+    check(Case("do", batch=2, nq=70, nk=130, d=64, layouts=("fused", "rows_first", "plain", layout)))
+
+
+@pytest.mark.parametrize("window", [(0, 0), (100, 0), (100, 30), (-1, 20), (50, -1), (300, 0), (7, 3)])
+@pytest.mark.parametrize(("nq", "nk"), [(300, 300), (150, 350), (350, 150)])
+def test_windows(window, nq, nk, poisoned):
+    check(Case("window", nq=nq, nk=nk, d=128 if nq > nk else 64, window=window), HALF, seed=sum(window))
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("d", [64, 128])
+def test_all_features_together(d, seed, poisoned):
+    case = Case("all", heads=(4, 2), nq=200, nk=300, d=d, window=(150, 20), softcap=5.0, alibi="h", sink=True)
+    check(case, BFLOAT, seed=seed)
+
+
+# ------------------------------------------------------------------------------------------------- schedules
+FORWARD = {
+    "single": dict(order="single"),
+    "static": dict(order="static"),
+    "dynamic": dict(order="dynamic"),
+    "no overlap": dict(overlap=False),
+    "no turns": dict(turns=False),
+    "named barriers": dict(kv_stages=2, named_release=True),
+    "mbarriers": dict(kv_stages=3, named_release=False),
+    "one Q stage": dict(q_stages=1, overlap=False),
+    "three warpgroups": dict(block_m=192, warpgroups=3, kv_stages=2),
+}
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("name", FORWARD)
+def test_forward_schedules(name, causal, monkeypatch, poisoned):
+    tiles = launch_forward.tiles
+    monkeypatch.setattr(launch_forward, "tiles", lambda p: dataclasses.replace(tiles(p), **FORWARD[name]))
+    for seed in range(2):
+        check(Case("schedule", heads=(4, 2), nq=400, nk=330, d=64, causal=causal), HALF, backward=False, seed=seed)
+
+
+@pytest.mark.parametrize(
+    "options", [dict(early_dv=True), dict(q_stages=3), dict(do_stages=3), dict(block_m=64)], ids=str
+)
+@pytest.mark.parametrize("d", [64, 128])
+def test_backward_schedules(d, options, monkeypatch, poisoned):
+    tiles = launch_backward.tiles
+    monkeypatch.setattr(launch_backward, "tiles", lambda p, path: dataclasses.replace(tiles(p, path), **options))
+    check(Case("schedule", heads=(4, 2), nq=400, nk=330, d=d, causal=True), HALF)
+
+
+# ------------------------------------------------------------------------------------------------- other memory
+def packed(lengths, d=128, tail=0, dtype=HALF):
+    generator = torch.Generator().manual_seed(7)
+    cu = torch.tensor([0, *lengths]).cumsum(0).int()
+    shapes = [(sum(lengths) + tail, heads, d) for heads in (4, 2, 2, 4)]
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes], cu
+
+
+def gradients(q, k, v, do, call, seed=0, deterministic=False):
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    with gluon_cpu.emulate(seed):
+        out = call(*leaves, impl="hopper", deterministic=deterministic)
+        return [out.detach(), *torch.autograd.grad(out, leaves, do)]
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["fused", "split"])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("d", [64, 128])
+def test_nan_stays_in_its_sequence(d, causal, deterministic, poisoned):
+    lengths = [60, 128, 1, 150, 0, 77]
+    tensors, cu = packed(lengths, d, tail=3)
+
+    def run():
+        return gradients(
+            *tensors,
+            lambda q, k, v, **kw: flash_attn_varlen(q, k, v, cu, cu, max(lengths), max(lengths), causal=causal, **kw),
+            deterministic=deterministic,
+        )
+
+    clean = run()
+    for x in tensors:
+        x[cu[-1] :] = NAN
+        x[cu[1] : cu[2]] = NAN
+    own = torch.ones(len(tensors[0]), dtype=torch.bool)
+    own[cu[1] : cu[2]] = False
+    for x, y in zip(clean, run(), strict=True):
+        if deterministic:
+            assert torch.equal(x[own], y[own])
+        torch.testing.assert_close(x[own], y[own])
+        assert y[cu[1] : cu[2]].isnan().all()
+        assert not y[cu[-1] :].any()
+
+
+@PAST_THE_END
+@pytest.mark.parametrize("deterministic", [False, True], ids=["fused", "split"])
+@pytest.mark.parametrize("d", [64, 128])
+def test_keys_past_those_in_use_are_not_looked_at(d, deterministic, poisoned):
+    case = Case("seqused", batch=3, heads=(4, 2), nq=150, nk=300, d=d, used=(300, 139, 0), causal=True)
+    given = cases.inputs(case, BFLOAT)
+    right, eager = cases.exact(given), cases.exact(given, BFLOAT)
+    for z, used in enumerate(case.used):
+        for name in "kv":
+            given.tensors[name][z, :, used:] = NAN
+    with gluon_cpu.emulate():
+        budget.check(cases.run(given, "hopper", deterministic=deterministic), right, eager)
+
+
+# ------------------------------------------------------------------------------------------------- interleavings
+@pytest.mark.parametrize("d", [64, 128])
+def test_results_do_not_depend_on_the_interleaving(d):
+    """Bit by bit, but for dQ of the fused path, whose additions come in any order."""
+    given = cases.inputs(Case("order", heads=(4, 2), nq=300, nk=300, d=d, causal=True), BFLOAT)
+    found = {}
+    for seed in range(3):
+        for path in (False, True):
+            with gluon_cpu.emulate(seed, multiprocessors=2 + seed, resident=1 + seed):
+                got = cases.run(given, "hopper", deterministic=path)
+            want = found.setdefault(path, got)
+            same = {name for name in got if torch.equal(got[name], want[name])}
+            assert set(got) - same <= (set() if path else {"dq"})
+            torch.testing.assert_close(got["dq"], want["dq"])
+
+
+def test_repeated_calls_reuse_the_plan_and_leave_the_counter_zero():
+    q, k, v = (torch.randn(1, 2, 300, 64, generator=torch.Generator().manual_seed(i)).to(HALF) for i in range(3))
+    with gluon_cpu.emulate() as emulator:
+        first = flash_attn(q, k, v, impl="hopper")
+        for _ in range(2):
+            assert torch.equal(first, flash_attn(q, k, v, impl="hopper"))
+        assert not any(counter.any() for counter in launch_forward._counters.values())
+    assert emulator.launches == 3
+
+
+@pytest.mark.parametrize("wanted", ["q", "kv"])
+def test_part_of_the_gradients(wanted):
+    tensors = [torch.randn(1, 2, 200, 64, generator=torch.Generator().manual_seed(i)).to(HALF) for i in range(4)]
+    want = gradients(*tensors, flash_attn, deterministic=True)[1:]
+    leaves = [x.detach().requires_grad_(name in wanted) for x, name in zip(tensors, "qkv", strict=False)]
+    with gluon_cpu.emulate():
+        out = flash_attn(*leaves, impl="hopper")
+        got = torch.autograd.grad(out, [x for x in leaves if x.requires_grad], tensors[3])
+    assert all(torch.equal(a, b) for a, b in zip(got, want[:1] if wanted == "q" else want[1:], strict=True))
+
+
+# ------------------------------------------------------------------------------------------------- injected faults
+FAULTS = {
+    "a phase that never flips": ("forward.stage_of", "& 1", "& 0", "deadlock.*k_full"),
+    "no wait for K": ("forward.step", "mbarrier.wait(bars.k_full.index(k_stage), k_phase)", "pass", "TMA load fills"),
+    "no wait for V": ("forward.step", "mbarrier.wait(bars.v_full.index(k_stage), k_phase)", "pass", "TMA load"),
+    "V never released": (
+        "forward.step",
+        "release(bars.v_empty, RELEASE_V, v_stage, C)",
+        "pass",
+        "deadlock.*named barrier",
+    ),
+    "V released too early": (
+        "forward.step",
+        "acc = wait_pv(acc, C)\n    release(bars.v_empty, RELEASE_V, v_stage, C)",
+        "release(bars.v_empty, RELEASE_V, v_stage, C)\n    acc = wait_pv(acc, C)",
+        "while a wgmma or a TMA store reads",
+    ),
+    "S used before its wait": ("forward.wait_qk", "warpgroup_mma_wait(1,", "warpgroup_mma_wait(2,", "read before"),
+    "too few bytes expected": ("forward.load_rows", "(D + D_TAIL) * 2)", "(D + D_TAIL))", "deadlock"),
+    "O stored without a fence": ("forward.finish_tile", "fence_async_shared()", "pass", "lacks fence_async_shared"),
+    "one key too many": ("forward.scores", "j < Nk", "j <= Nk", "lse"),
+    "the wrong key head": ("forward.producer", "hk = h // sizes.group", "hk = h % 2", "out"),
+    "a tile left out": ("forward.next_tile", "gl.atomic_add(COUNTER, 1)", "gl.atomic_add(COUNTER, 2)", "out"),
+    "a row too many": ("forward.finish_tile", "* LN2, mask=row < Nq", "* LN2, mask=row <= Nq", "outside a tensor|lse"),
+    "counts past the ring": ("forward.pass_turn", "(WG + 1) % C.warpgroups", "WG", "twice before it opens|deadlock"),
+    "no wait for Q": ("backward.step", "mbarrier.wait(bars.q_full.index(q_stage), q_phase)", "pass", "TMA load fills"),
+    "dS read too early": (
+        "backward.step",
+        "mbarrier.wait(bars.ds_full.index(buffer), ds_phase)\n        dq = ",
+        "dq = ",
+        "dq|fence|reads",
+    ),
+    "dS without a fence": ("backward.step", "fence_async_shared()", "pass", "lacks fence_async_shared"),
+    "Q released too early": (
+        "backward.step",
+        "dk = warpgroup_mma_wait(0, deps=(dk,))\n    mbarrier.arrive(bars.q_empty.index(q_stage), count=1)",
+        "mbarrier.arrive(bars.q_empty.index(q_stage), count=1)\n    dk = warpgroup_mma_wait(0, deps=(dk,))",
+        "while a wgmma or a TMA store reads",
+    ),
+    "K overwritten by dK": ("backward.consumer", "mbarrier.wait(bars.k_done.index(0), 0)", "pass", "reads|dq|fence"),
+    "dQ to the wrong half": ("backward.add_dq", "chunk = (block * 2 + WG)", "chunk = (block * 2 + 1 - WG)", "dq"),
+    "the accumulator not zeroed": ("backward_ends.attn_bwd_before_kernel", "tl.store(zeros,", "(zeros,", "dq"),
+    "delta without the gradient of LSE": ("backward_ends.attn_bwd_before_kernel", "delta -= ", "delta += ", "dq.*dk"),
+    "the mask left out": ("backward.step", "p = gl.where(keep, p, 0.0)", "pass", "dv"),
+    "stores not waited for": ("backward.consumer", "tma.store_wait(0)", "pass", "not waited for"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_an_injected_fault_is_noticed(fault, poisoned):
+    """By a rule of the machine, or by wrong numbers, in one of a few interleavings."""
+    place, old, new, words = FAULTS[fault]
+    case = Case("fault", heads=(4, 2), nq=260, nk=300, d=128, causal=place.startswith("backward"))
+
+    def some_runs():
+        for seed in range(12):
+            check(case, HALF, place.startswith("backward"), (False,), seed, edits={place: (old, new)})
+
+    with pytest.raises((gluon_cpu.EmulationError, AssertionError), match=words):
+        some_runs()
