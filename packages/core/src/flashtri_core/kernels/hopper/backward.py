@@ -200,13 +200,13 @@ def locate(turn, sizes, CU_Q, CU_K, USED_K, variant, args, C: gl.constexpr):
 
 
 @gluon.jit
-def first_block(z, h, q_row0, sizes, BLOCK_M: gl.constexpr, PACKED: gl.constexpr):
+def first_block(z, h, q_row0, sizes, C: gl.constexpr):
     """Number of the first BLOCK_M rows of head h among all blocks of the statistics and of the dQ accumulator.
 
     Dense: heads one after another, each padded to whole blocks. Packed: sequence z starts at block q_row0 // BLOCK_M + z.
     """
-    if PACKED:
-        block = h * sizes.q_blocks + q_row0 // BLOCK_M + z
+    if C.packed:
+        block = h * sizes.q_blocks + q_row0 // C.block_m + z
     else:
         block = (z * sizes.heads * sizes.group + h) * sizes.q_blocks
     return block
@@ -250,7 +250,6 @@ def producer(
 ):  # fmt: skip
     """Loads a tile's K and V once and streams Q, dO and their statistics."""
     count = 0
-<<<<<<< ours
     for turn in range(turns_of(sizes, C)):
         t = locate(turn, sizes, CU_Q, CU_K, USED_K, variant, args, C)
         zb = 0 if C.packed else t.z  # packed tensors have no batch axis
@@ -270,19 +269,6 @@ def producer(
                     load_half(v_desc, zb, t.hk, t.k_row0 + t.start_n, bars.v_full.index(0), tiles.v)
                 load_do(do_desc, delta_desc, zb, h, row, block0 + m, count, tiles, bars, C)
                 count += 1
-=======
-    for g in range(sizes.group):
-        h = t.hk * sizes.group + g
-        block0 = first_block(t.z, h, t.q_row0, sizes, C.block_m, C.packed)
-        for m in range(t.lo, t.hi):
-            row = t.q_row0 + m * C.block_m
-            load_q(q_desc, lse_desc, zb, h, row, block0 + m, count, tiles, bars, C)
-            if count == 0:
-                mbarrier.expect(bars.v_full.index(0), 4 * HALF * C.d)
-                load_half(v_desc, zb, t.hk, t.k_row0 + t.start_n, bars.v_full.index(0), tiles.v)
-            load_do(do_desc, delta_desc, zb, h, row, block0 + m, count, tiles, bars, C)
-            count += 1
->>>>>>> theirs
 
 
 # ------------------------------------------------------------------------------------------------------------- step
@@ -497,7 +483,6 @@ def consumer(
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, KV_LAYOUT, 2)
     DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     count = 0
-<<<<<<< ours
     seen = sizes.q_blocks
     for turn in range(turns_of(sizes, C)):
         t = locate(turn, sizes, CU_Q, CU_K, USED_K, variant, args, C)
@@ -524,25 +509,6 @@ def consumer(
             for m in range(gl.maximum(t.lo, t.free_lo), t.free_hi):
                 dk, dv = step(dk, dv, count, h, m, block0 + m, t, seen, unit_log2, variant, args, DQ_ACC, tiles, bars,
                               WG, False, S_LAYOUT, P_LAYOUT, DQ_LAYOUT, C)  # fmt: skip
-=======
-    mbarrier.wait(bars.k_full.index(0), 0)
-    if t.lo < t.hi:
-        mbarrier.wait(bars.v_full.index(0), 0)
-        if C.packed or C.used:  # rows past the keys in use are another sequence's, or nobody's
-            valid = t.Nk - t.start_n - WG * HALF
-            if t.Nk - t.start_n < BLOCK_N:
-                clear_rows(tiles.k.index(WG).reshape([HALF, C.d]), valid, HALF, C.d)
-                clear_rows(tiles.v.index(WG).reshape([HALF, C.d]), valid, HALF, C.d)
-                fence_async_shared()
-                named_barrier_wait(CLEARED, 128, 256)
-    for g in range(sizes.group):
-        h = t.hk * sizes.group + g
-        block0 = first_block(t.z, h, t.q_row0, sizes, C.block_m, C.packed)
-        if C.edge_lo:
-            for m in range(t.lo, t.free_lo):
-                dk, dv = step(dk, dv, count, h, m, block0 + m, t, unit_log2, variant, args, DQ_ACC, tiles, bars, WG, True,
-                              S_LAYOUT, P_LAYOUT, DQ_LAYOUT, C)  # fmt: skip
->>>>>>> theirs
                 count += 1
             if C.edge_hi:
                 for m in range(t.free_hi, t.hi):

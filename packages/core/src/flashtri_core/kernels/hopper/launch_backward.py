@@ -328,7 +328,6 @@ class Backward:
     wants only dQ or only dK and dV. Memory beyond the gradients: 8 bytes per query row, and in the fused path 4 bytes
     per element of dQ. ``config`` and ``l2_bytes`` are for tuning.
     """
-<<<<<<< ours
 
     def __init__(
         self, problem: Problem, deterministic: bool = False, config: BackwardConfig | None = None,
@@ -394,49 +393,3 @@ def backward(
 ) -> None:  # fmt: skip
     """One call without a plan to keep."""
     Backward(problem, deterministic, config, l2_bytes)(*tensors)
-=======
-    if dbias is not None:
-        raise NotImplementedError("attn_bias has no Hopper backward; supports() says so")
-    device = q.device
-    if device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            backward(problem, do, dlse, q, k, v, out, lse, extras, dq, dk, dv, dsink, deterministic=deterministic,
-                     config=config, l2_bytes=l2_bytes)  # fmt: skip
-        return
-    if tma_reason("do", do):
-        do = do.clone(memory_format=torch.contiguous_format)  # contiguous() keeps a dense tensor at a bad address
-    split = deterministic or dq is None or dk is None
-    given = (do, dlse, q, k, v, out, lse, dq, dk, dv, *extras)
-    addresses = [0 if x is None else x.data_ptr() for x in given]
-    layouts = [None if x is None else x.stride() for x in given]
-    key = (problem, device.index, split, config, l2_bytes, dsink is None, *layouts, *[a & 15 for a in addresses])
-    ready = _ready.get(key)
-    p = plan(problem, split, config, l2_bytes) if ready is None else ready.plan
-    rows = p.stat_blocks * p.config.block_m
-    stats = torch.empty((2, rows), dtype=torch.float32, device=device)
-    acc = torch.empty(rows * p.config.d, dtype=torch.float32, device=device) if p.config.dq else None
-    delta_rows = torch.empty_like(lse) if dsink is not None else None
-    tensors = (do, dlse, q, k, v, out, lse, extras, dq, dk, dv, stats, acc, delta_rows)
-    if ready is None:
-        if len(_ready) >= _LIMIT:
-            _ready.clear()
-        launches: list[Any] = []
-        for kernel, grid, arguments in jobs(p, problem, *tensors):
-            compiled = kernel[(grid,)](*for_triton(arguments), num_warps=4)
-            launches.append(Launch(compiled) if compiled.metadata.tensordesc_meta else _Plain(compiled))
-        _ready[key] = Ready(p, launches, {})
-    else:
-        scratch = [0 if x is None else x.data_ptr() for x in (stats, acc, delta_rows)]
-        where = (*addresses, *scratch)
-        calls = ready.flat.get(where)
-        if calls is None:
-            if len(ready.flat) >= _LIMIT:
-                ready.flat.clear()
-            todo = zip(ready.launches, jobs(p, problem, *tensors), strict=True)
-            calls = ready.flat[where] = [(launch, grid, launch.flatten(args)) for launch, (_kernel, grid, args) in todo]
-        for number, (launch, grid, flat) in enumerate(calls):
-            if not launch.run(grid, device.index, flat):  # Triton's launcher is not as expected: its own path serves
-                launch.compiled[(grid, 1, 1)](*for_triton(jobs(p, problem, *tensors)[number][2]))
-    if dsink is not None and delta_rows is not None and extras.learnable_sink is not None:
-        dsink.copy_(sink.gradient(extras.learnable_sink, lse, delta_rows, lse.dim() - 2))
->>>>>>> theirs
