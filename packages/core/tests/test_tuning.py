@@ -1,9 +1,11 @@
 """Tile sizes: chosen without timing, within the device's limits, few per workload; tables that survive anything."""
 
 import json
+import os
 import random
 import subprocess
 import sys
+import time
 from dataclasses import asdict, replace
 
 import pytest
@@ -172,6 +174,54 @@ def test_tables_are_replaced_in_one_step(own_cache, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         tune.tune("fwd", problem(128), target, measured(tune.candidates("fwd", problem(128), target)[1]))
     assert table(own_cache).read_text() == old
+
+
+TUNER = """
+import pathlib, sys, time, torch
+from flashtri_core import tune
+from flashtri_core.problem import Problem
+from flashtri_core.target import SHARED_MEMORY, Target
+number, folder = int(sys.argv[1]), pathlib.Path(sys.argv[2])
+if sys.argv[3] == "file":
+    tune.fcntl = None
+(folder / f"ready{number}").touch()
+while not (folder / "go").exists():
+    time.sleep(0.001)
+for n in range(12):
+    ask = Problem(1, 4, 4, 64 << n, 64 << n, 16 << number, 16 << number, torch.bfloat16, 1.0)
+    tune.tune("fwd", ask, Target(90, SHARED_MEMORY[90]), lambda config: 1.0)
+"""
+
+
+@pytest.mark.parametrize("lock", ["system", "file"])
+def test_tuners_at_the_same_time_lose_nothing(own_cache, tmp_path_factory, lock):
+    """Four processes that tune different problems at once: every rule of each is in the table."""
+    folder = tmp_path_factory.mktemp("start")
+    command = [sys.executable, "-c", TUNER]
+    tuners = [subprocess.Popen([*command, str(number), str(folder), lock]) for number in range(4)]
+    while len(list(folder.glob("ready*"))) < 4:
+        assert all(tuner.poll() is None for tuner in tuners)
+        time.sleep(0.01)
+    (folder / "go").touch()
+    assert [tuner.wait(timeout=120) for tuner in tuners] == [0] * 4
+    rules = json.loads(table(own_cache).read_text())["fwd"]
+    assert {(r["when"]["max_head_dim"], r["when"]["max_seqlen"]) for r in rules} == {
+        (16 << number, 64 << n) for number in range(4) for n in range(12)
+    }
+    assert {path.suffix for path in own_cache.iterdir()} <= {".json", ".lock"}
+
+
+@pytest.mark.parametrize("lock", ["system", "file"])
+def test_a_lock_left_behind_holds_nobody_up(own_cache, monkeypatch, lock):
+    """A tuner that was killed while it wrote: the next one goes on, at once or when the file is old."""
+    if lock == "file":
+        monkeypatch.setattr(tune, "fcntl", None)
+    left = own_cache / "table.lock"
+    left.touch()
+    os.utime(left, (0, 0))
+    with tune.locked(left):
+        assert lock == "system" or left.stat().st_mtime > 0
+    assert left.exists() == (lock == "system")
 
 
 def test_two_problems_keep_their_own_rules(own_cache):

@@ -12,8 +12,12 @@ import json
 import os
 import statistics
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
+from types import ModuleType
 from unittest import mock
 
 import torch
@@ -23,6 +27,12 @@ from . import reference, tuning
 from .problem import Extras, Problem
 from .target import Target, target_of
 from .tuning import Config
+
+fcntl: ModuleType | None
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 
 def candidates(kernel: str, problem: Problem, target: Target) -> list[Config]:
@@ -45,7 +55,8 @@ def tune(
 ) -> tuple[Config, dict[Config, float]]:
     """Time every candidate with ``measure`` (milliseconds, or None if it fails or is wrong) and record the best.
 
-    The table is written with an atomic rename, so that several processes may tune at once.
+    Several processes may tune at once: the table is read and replaced under a lock, and readers see the old file or the
+    new one.
     """
     times = {c: t for c in candidates(kernel, problem, target) if (t := measure(c)) is not None}
     if not times:
@@ -62,16 +73,55 @@ def tune(
     }
     path = tuning.cache_path(target)
     path.parent.mkdir(parents=True, exist_ok=True)
-    tuning.forget()  # another process may have written since
-    table = dict(tuning.read_table(path))
-    kept = [r for r in table.get(kernel, []) if r["when"] != rule["when"]]
-    narrow = lambda r: (-len(r["when"]["features"]), r["when"]["max_head_dim"], r["when"]["max_seqlen"])
-    table[kernel] = sorted([*kept, rule], key=narrow)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as handle:
-        json.dump(table, handle, indent=1, sort_keys=True)
-    os.replace(handle.name, path)
-    tuning.forget()
+    with locked(path.with_suffix(".lock")):
+        tuning.forget()  # another process may have written since
+        table = dict(tuning.read_table(path))
+        kept = [r for r in table.get(kernel, []) if r["when"] != rule["when"]]
+        narrow = lambda r: (-len(r["when"]["features"]), r["when"]["max_head_dim"], r["when"]["max_seqlen"])
+        table[kernel] = sorted([*kept, rule], key=narrow)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as handle:
+            json.dump(table, handle, indent=1, sort_keys=True)
+        os.replace(handle.name, path)
+        tuning.forget()
     return best, times
+
+
+@contextmanager
+def locked(path: Path, stale: float = 60.0) -> Iterator[None]:
+    """Hold the lock file ``path``, waiting for whoever holds it; the work inside takes milliseconds.
+
+    The system frees its own locks when a process dies. Where it has none, the file's existence is the lock, and one that
+    is ``stale`` seconds old was left behind.
+    """
+    if fcntl is not None:
+        with path.open("w") as handle:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            yield
+        return
+    while True:
+        try:
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+            break
+        except FileExistsError:
+            _remove_stale(path, stale)
+            time.sleep(0.01)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _remove_stale(path: Path, stale: float) -> None:
+    aside = path.with_suffix(f".{os.getpid()}")
+    try:
+        born = path.stat().st_mtime_ns
+        if time.time() - born / 1e9 > stale:
+            path.rename(aside)  # one process wins
+            if aside.stat().st_mtime_ns != born:  # somebody else removed the old one and made this
+                aside.rename(path)
+            aside.unlink(missing_ok=True)
+    except FileNotFoundError:
+        pass
 
 
 def measure_on(device: torch.device, kernel: str, problem: Problem) -> Callable[[Config], float | None]:
