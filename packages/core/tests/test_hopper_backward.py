@@ -22,7 +22,7 @@ from triton.runtime import driver  # noqa: E402
 from flashtri_core.kernels.hopper import backward_protocol, launch_forward  # noqa: E402
 from flashtri_core.kernels.hopper import launch_backward as hopper  # noqa: E402
 
-HEAD_DIMS = [(64, 64), (96, 96), (128, 128)]
+HEAD_DIMS = [(64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256)]
 SMEM_LIMIT = 232448
 
 
@@ -50,8 +50,8 @@ def problem(q, k, v, extras=Extras(), max_q=0, max_k=0, **kw):
 
 
 # ------------------------------------------------------------------------------------------------------ no kernel
-def dense(d=128, n=256, heads=(4, 2), dtype=torch.float16):
-    return tuple(torch.empty(2, h, n, d, dtype=dtype) for h in (heads[0], heads[1], heads[1]))
+def dense(d=128, n=256, heads=(4, 2), dtype=torch.float16, dv=None):
+    return tuple(torch.empty(2, h, n, w, dtype=dtype) for h, w in ((heads[0], d), (heads[1], d), (heads[1], dv or d)))
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,6 @@ def dense(d=128, n=256, heads=(4, 2), dtype=torch.float16):
         (dict(dropout_p=0.1), "dropout_p"),
         (dict(bias=True), "attn_bias"),
         (dict(mask=True), "attn_mask"),
-        (dict(head_dim=192, head_dim_v=192), "ends at 128"),
         (dict(head_dim=100), "multiples of 8"),
     ],
 )
@@ -70,6 +69,14 @@ def test_reason_names_what_is_missing(monkeypatch, change, words):
     device, fine = types.SimpleNamespace(type="cuda", index=0), problem(*dense())
     assert hopper.problem_reason(fine, device) == ""
     assert words in hopper.problem_reason(dataclasses.replace(fine, **change), device)
+
+
+def test_wide_heads_are_not_deterministic(monkeypatch):
+    monkeypatch.setattr(launch_forward, "target_of", lambda device: types.SimpleNamespace(capability=90))
+    monkeypatch.setattr(launch_forward, "triton_version", lambda: (3, 6))
+    device, wide = types.SimpleNamespace(type="cuda", index=0), problem(*dense(192))
+    assert hopper.problem_reason(wide, device) == ""
+    assert "ends at 128" in hopper.problem_reason(wide, device, deterministic=True)
 
 
 def test_scratch_memory_is_linear():
@@ -185,11 +192,14 @@ def compiled(p, extras, tensors, deterministic):
     """(name, compiler's messages, machine code, metadata) of every kernel that the backward of a problem launches."""
     plan = hopper.plan(p, deterministic)
     q, k, v = tensors
+    out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype)
     lse = torch.empty(q.shape[:3] if q.dim() == 4 else (q.shape[1], q.shape[0]))
     rows = plan.stat_blocks * plan.config.block_m
     stats = torch.empty(2, rows)
     acc = torch.empty(rows * plan.config.d) if plan.config.dq else None
-    for kernel, _grid, arguments in hopper.jobs(plan, p, q, None, q, k, v, q, lse, extras, q, k, v, stats, acc, None):
+    for kernel, _grid, arguments in hopper.jobs(
+        plan, p, out, None, q, k, v, out, lse, extras, q, k, v, stats, acc, None
+    ):
         binary = kernel.warmup(*hopper.for_triton(arguments), num_warps=4, grid=(1,))
         with tempfile.TemporaryDirectory() as folder:
             ptx, cubin = os.path.join(folder, "kernel.ptx"), os.path.join(folder, "kernel.cubin")
@@ -252,6 +262,31 @@ def test_shipped_tiles_compile_well(sm90, d, causal, deterministic):
     assert names == ["attn_bwd_before_kernel", "attn_bwd_hopper", last]
 
 
+WIDE = {
+    "full": (dict(), {}),
+    "causal": (dict(causal=True), {}),
+    "ragged": (dict(causal=True, seqlen_k=250), {}),
+    "window": (dict(window_left=100, window_right=0), {}),
+    "softcap, alibi": (dict(causal=True, softcap=30.0), dict(alibi_slopes=torch.zeros(4))),
+    "seqused": (dict(causal=True), dict(seqused_k=torch.zeros(2, dtype=torch.int32))),
+}
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(("d", "dv"), [(192, 192), (192, 128), (256, 256)])
+@pytest.mark.parametrize("name", WIDE)
+def test_wide_heads_compile_well(sm90, name, d, dv):
+    kw, extra = WIDE[name]
+    tensors, extras = dense(d, dv=dv), Extras(**extra)
+    p = dataclasses.replace(problem(*tensors, extras), **kw)
+    newer = not triton.__version__.startswith("3.6.")  # 3.9 keeps up to 76 bytes of a tile's scalars in local memory
+    names = []
+    for kernel, *rest in compiled(p, extras, tensors, False):
+        assert_good(kernel, *rest, most=80 if newer and len(kw) + len(extra) > 1 else 0)
+        names.append(kernel)
+    assert names == ["attn_bwd_before_kernel", "attn_bwd_wide_hopper", "attn_bwd_after_kernel"]
+
+
 @pytest.mark.aot
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("d", [64, 128])
@@ -296,8 +331,7 @@ def test_features_compile_well(sm90, name, d, deterministic):
 
 @pytest.mark.slow  # minutes; not yet run to the end on Triton 3.9
 @pytest.mark.aot
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize(("d", "deterministic"), [(64, False), (64, True), (128, False), (128, True), (256, False)])
 def test_packed_kernels_compile_well(sm90, d, deterministic):
     cu = torch.zeros(4, dtype=torch.int32)
     tensors = tuple(torch.empty(512, heads, d, dtype=torch.float16) for heads in (4, 2, 2))
@@ -349,16 +383,20 @@ def run(p, q, k, v, do, out, lse, dlse=None, extras=Extras(), deterministic=Fals
 PATHS = {"fused": dict(deterministic=False), "split": dict(deterministic=True), "whole head": {}}
 
 
+def paths_of(p):
+    """The ways to run a problem's backward: arguments by name."""
+    if hopper.width(p) > 128:
+        return {"wide": {}}
+    found = {name: kw for name, kw in PATHS.items() if name != "whole head"}
+    return found if hopper.whole_head_reason(p) else found | {"whole head": dict(config=hopper.whole_head(p))}
+
+
 def check(p, q, k, v, do, extras=Extras(), with_dlse=True):
     """All paths inside the project's error budget against same-dtype eager attention, measured against fp64."""
     dlse = randn(*q.shape[:3], dtype=torch.float32, seed=9) if with_dlse else None
     out, lse, exact = eager_gradients(p, q, k, v, do, dlse, extras, torch.float64)
     eager = eager_gradients(p, q, k, v, do, dlse, extras, q.dtype)[2]
-    for path, kw in PATHS.items():
-        if path == "whole head":
-            if hopper.whole_head_reason(p):
-                continue
-            kw = dict(config=hopper.whole_head(p))
+    for path, kw in paths_of(p).items():
         found = run(p, q, k, v, do, out.to(q.dtype), lse.float(), dlse, extras, **kw)
         for name, x, truth, base in zip(("dq", "dk", "dv", "dsink"), found, exact, eager, strict=False):
             err, own = (x.double() - truth).abs(), (base.double() - truth).abs()
@@ -381,14 +419,14 @@ def test_head_dims(d, dv, causal, dtype):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("nq", "nk"), [(1, 1), (1, 700), (128, 128), (129, 127), (700, 64), (512, 512), (300, 5)])
 def test_lengths(nq, nk, causal):
-    for d in (64, 128):
+    for d in (64, 128, 256):
         q, k, v, do = qkvo(d, nq=nq, nk=nk)
         check(problem(q, k, v, causal=causal), q, k, v, do, with_dlse=nq != 300)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [(0, 0), (100, 0), (100, 30), (-1, 20), (50, -1), (300, 0), (7, 3)])
-@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("d", [64, 128, 256])
 def test_windows(window, d):
     for nq, nk in ((600, 600), (300, 700), (700, 300)):
         q, k, v, do = qkvo(d, nq=nq, nk=nk)
@@ -396,7 +434,7 @@ def test_windows(window, d):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("d", [64, 128, 192, 256])
 @pytest.mark.parametrize("name", ["softcap", "sink", "alibi", "softcap, alibi", "all", "negative scale", "zero scale"])
 def test_features(name, d):
     q, k, v, do = qkvo(d)
@@ -437,9 +475,8 @@ def test_any_strides_of_do():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize(("d", "deterministic"), [(64, False), (64, True), (128, False), (128, True), (256, False)])
 def test_seqused_ignores_what_lies_behind(d, causal, deterministic):
     q, k, v, do = qkvo(d, nq=260, nk=517)
     used = torch.tensor([517, 139], dtype=torch.int32, device="cuda")
@@ -457,9 +494,11 @@ def test_seqused_ignores_what_lies_behind(d, causal, deterministic):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("d", [64, 96, 128])
+@pytest.mark.parametrize(
+    ("d", "deterministic"),
+    [(64, False), (64, True), (96, False), (96, True), (128, False), (128, True), (192, False), (256, False)],
+)
 def test_packed_equals_one_by_one(d, causal, deterministic):
     lengths_q, lengths_k = [1, 128, 300, 0, 77, 513, 65], [5, 128, 260, 3, 0, 700, 129]
     cu_q, cu_k = (torch.tensor([0, *x], device="cuda").cumsum(0).int() for x in (lengths_q, lengths_k))
@@ -503,7 +542,7 @@ def test_a_thousand_runs_are_bitwise_equal(d, causal, path):
     p = problem(q, k, v, causal=causal)
     out, lse, _g = eager_gradients(p, q, k, v, do, None, Extras(), torch.float64)
     out, lse = out.to(q.dtype), lse.float()
-    kw = dict(config=hopper.whole_head(p)) if path == "whole head" else PATHS[path]
+    kw = paths_of(p)[path]
     want = run(p, q, k, v, do, out, lse, **kw)
     load = torch.randn(2048, 2048, device="cuda")
     side = torch.cuda.Stream()
@@ -521,18 +560,22 @@ def test_a_thousand_runs_are_bitwise_equal(d, causal, path):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("d", [128, 256])
 @pytest.mark.parametrize("wanted", ["dq", "dkdv"])
-def test_part_of_the_gradients(wanted):
-    q, k, v, do = qkvo(128)
+def test_part_of_the_gradients(wanted, d):
+    q, k, v, do = qkvo(d)
     p = problem(q, k, v)
     out, lse, _g = eager_gradients(p, q, k, v, do, None, Extras(), torch.float64)
     out, lse = out.to(q.dtype), lse.float()
-    want = run(p, q, k, v, do, out, lse, deterministic=True)
+    want = run(p, q, k, v, do, out, lse, deterministic=d == 128)
     found = [torch.empty_like(x) for x in (q, k, v)]
     asked = [found[0], None, None] if wanted == "dq" else [None, *found[1:]]
     hopper.backward(p, do, None, q, k, v, out, lse, Extras(), *asked, None)
     for a, x, b in zip(asked, found, want, strict=True):
-        assert a is None or torch.equal(x, b)
+        if a is not None and (d == 128 or wanted == "dkdv"):
+            assert torch.equal(x, b)
+        elif a is not None:  # dQ of wide heads is added up in any order
+            torch.testing.assert_close(x, b, atol=1e-3, rtol=2e-2)
 
 
 @pytest.mark.gpu

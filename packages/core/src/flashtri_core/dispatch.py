@@ -135,7 +135,7 @@ def backward_plan(
     if chosen == "hopper":
         from .kernels.hopper import launch_backward
 
-        ok, reason = launch_backward.supports(problem, q, k, v, dq, dk, dv)
+        ok, reason = launch_backward.supports(problem, q, k, v, dq, dk, dv, deterministic)
         ok = ok and (impl == "hopper" or not unproven_on_hopper(problem, backward=True))
         if ok:
             return launch_backward.Backward(problem, deterministic)

@@ -58,7 +58,6 @@ _SharedMemory = gl.shared_memory_descriptor  # a method that lost its underscore
 reinterpret = _SharedMemory.reinterpret if hasattr(_SharedMemory, "reinterpret") else _SharedMemory._reinterpret
 
 CLEARED = gl.constexpr(8)  # named barrier: both warpgroups have cleared their share of foreign rows
-BLOCK_N = gl.constexpr(128)  # keys per thread block
 HALF = gl.constexpr(64)  # keys per warpgroup, and the side of a dQ half
 CHUNK_BYTES = gl.constexpr(64 * 64 * 4)  # one dQ half in the accumulator
 
@@ -174,16 +173,16 @@ def locate(turn, sizes, CU_Q, CU_K, USED_K, variant, args, C: gl.constexpr):
     if C.whole_head:
         z = pid // sizes.heads
         hk = pid % sizes.heads
-        start_n = (sizes.blocks - 1 - turn) * BLOCK_N
+        start_n = (sizes.blocks - 1 - turn) * C.block_n
     elif C.packed:
-        hk, z, start_n = packed_tile(pid, sizes.blocks, sizes.batch_heads, CU_K, BLOCK_N, False)
+        hk, z, start_n = packed_tile(pid, sizes.blocks, sizes.batch_heads, CU_K, C.block_n, False)
     else:
-        zh, start_n = dense_tile(pid, sizes.blocks, sizes.batch_heads, sizes.head_group, BLOCK_N, False)
+        zh, start_n = dense_tile(pid, sizes.blocks, sizes.batch_heads, sizes.head_group, C.block_n, False)
         z = zh // sizes.heads
         hk = zh % sizes.heads
     q_row0, Nq, _used = span_of(CU_Q, None, z, sizes.Nq)
     k_row0, k_rows, Nk = span_of(CU_K, USED_K, z, sizes.Nk)
-    end_n = gl.minimum(start_n + BLOCK_N, Nk)
+    end_n = gl.minimum(start_n + C.block_n, Nk)
     lo, full_lo, full_hi, hi = variant.q_range(start_n, end_n, Nq, Nk, args.mask)
     hi = gl.where(start_n < Nk, hi, 0)
     lo = gl.minimum(lo, hi) // BLOCK_M
@@ -194,7 +193,7 @@ def locate(turn, sizes, CU_Q, CU_K, USED_K, variant, args, C: gl.constexpr):
     else:
         free_hi = hi
     if C.ragged_keys:  # a tile that the keys do not fill masks every score
-        free_lo = gl.where(start_n + BLOCK_N > Nk, hi, free_lo)
+        free_lo = gl.where(start_n + C.block_n > Nk, hi, free_lo)
         free_hi = gl.maximum(free_hi, free_lo)
     return Tile(z, hk, start_n, q_row0, k_row0, Nq, k_rows, Nk, lo, free_lo, free_hi, hi)
 
@@ -291,25 +290,26 @@ def issue_dq(tiles, buffer, zero, WG: gl.constexpr, DQ_LAYOUT: gl.constexpr, C: 
 
 
 @gluon.jit
-def dq_address(DQ_ACC, block, WG: gl.constexpr, DQ_LAYOUT: gl.constexpr):
-    """Where the accumulator holds this thread's part of a [64, 64] half: 8 x 16 bytes, 2048 bytes apart.
+def dq_address(DQ_ACC, chunk, COLS: gl.constexpr, DQ_LAYOUT: gl.constexpr):
+    """Where the accumulator holds this thread's part of a [64, COLS] tile, which fills whole chunks of 64 columns.
+
+    In a chunk that is 8 x 16 bytes, 2048 bytes apart.
 
     The thread's number is written with row and column: %tid.x inside the assembly would make ptxas lose uniformity for
     the whole function (vote loops around every descriptor, 500 bytes of spills).
     """
     row = gl.arange(0, HALF, layout=gl.SliceLayout(1, DQ_LAYOUT))
-    col = gl.arange(0, HALF, layout=gl.SliceLayout(0, DQ_LAYOUT))
-    thread = ((row >> 4) * 32 + (row & 7) * 4)[:, None] + ((col & 7) >> 1)[None, :]
-    chunk = (block * 2 + WG).to(gl.int64)
-    return DQ_ACC.to(gl.int64) + chunk * CHUNK_BYTES + (thread * 16).to(gl.int64)
+    col = gl.arange(0, COLS, layout=gl.SliceLayout(0, DQ_LAYOUT))
+    thread = ((row >> 4) * 32 + (row & 7) * 4)[:, None] + (((col & 7) >> 1) + (col >> 6) * (CHUNK_BYTES // 16))[None, :]
+    return DQ_ACC.to(gl.int64) + chunk.to(gl.int64) * CHUNK_BYTES + (thread * 16).to(gl.int64)
 
 
 @gluon.jit
-def add_dq(dq, DQ_ACC, block, first, WG: gl.constexpr, DQ_LAYOUT: gl.constexpr, C: gl.constexpr):
-    """Add a [64, 64] half to the accumulator, or, where ``first`` (with one writer), put it there."""
-    address = dq_address(DQ_ACC, block, WG, DQ_LAYOUT)
+def add_dq(dq, DQ_ACC, chunk, first, COLS: gl.constexpr, DQ_LAYOUT: gl.constexpr, C: gl.constexpr):
+    """Add a [64, COLS] tile to the accumulator, or, where ``first`` (with one writer), put it there."""
+    address = dq_address(DQ_ACC, chunk, COLS, DQ_LAYOUT)
     if C.whole_head:
-        first = gl.full([HALF, HALF], 0, gl.int32, DQ_LAYOUT) + first.to(gl.int32)
+        first = gl.full([HALF, COLS], 0, gl.int32, DQ_LAYOUT) + first.to(gl.int32)
         gl.inline_asm_elementwise(
             FIRST_V4, FIRST_V4_OPERANDS, [dq, address, first], dtype=gl.int8, is_pure=False, pack=32
         )
@@ -356,7 +356,7 @@ def convert_dq(
 
 @gluon.jit
 def load_dq(DQ_ACC, block, WG: gl.constexpr, DQ_LAYOUT: gl.constexpr):
-    address = dq_address(DQ_ACC, block, WG, DQ_LAYOUT)
+    address = dq_address(DQ_ACC, block * 2 + WG, HALF, DQ_LAYOUT)
     return gl.inline_asm_elementwise(LOAD_V4, LOAD_V4_OPERANDS, [address], dtype=gl.float32, is_pure=False, pack=32)
 
 
@@ -438,7 +438,7 @@ def step(
         mbarrier.arrive(bars.do_empty.index(do_stage), count=1)
         # A branch again, on a barrier that cannot advance before this warpgroup does: the additions stay above the wait.
         mbarrier.wait(bars.ds_full.index(buffer), ds_phase)
-        add_dq(dq, DQ_ACC, block, m < seen, WG, DQ_LAYOUT, C)
+        add_dq(dq, DQ_ACC, block * 2 + WG, m < seen, HALF, DQ_LAYOUT, C)
     else:
         dk = warpgroup_mma(ds16, q, dk, is_async=True)
         dv = warpgroup_mma_wait(1, deps=(dv,))
@@ -450,18 +450,21 @@ def step(
 
 # ---------------------------------------------------------------------------------------------------------- epilogue
 @gluon.jit
-def store_rows(x, tile, desc, X, stride, z, h, row, row0, rows, HEAD_DIM: gl.constexpr, C: gl.constexpr):
-    """64 rows of a gradient leave through ``tile``, the buffer of the operand that they are the gradient of.
+def store_rows(
+    x, tile, desc, X, stride, z, h, row, row0, rows, HEAD_DIM: gl.constexpr, FIRST: gl.constexpr, COLS: gl.constexpr,
+    C: gl.constexpr,
+):  # fmt: skip
+    """64 rows and COLS columns of a gradient leave through ``tile``, the buffer of the operand that they belong to.
 
     Dense tensors go by TMA, which drops rows past the end. In a packed tensor those rows are the next sequence's.
     """
-    stage = tile.reshape([HALF, C.d])
+    stage = tile.reshape([HALF, COLS])
     stage.store(x.to(tile.dtype))
     if C.packed:
-        PER_ROW: gl.constexpr = C.d // 8
+        PER_ROW: gl.constexpr = COLS // 8
         LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // PER_ROW, PER_ROW], [4, 1], [1, 0])
         offs = row + gl.arange(0, HALF, layout=gl.SliceLayout(1, LAYOUT))
-        cols = gl.arange(0, C.d, layout=gl.SliceLayout(0, LAYOUT))
+        cols = FIRST + gl.arange(0, COLS, layout=gl.SliceLayout(0, LAYOUT))
         # strides are multiples of 8 elements (the host has checked), which the compiler needs for 16-byte stores
         head = gl.multiple_of(h.to(gl.int64) * stride[1], 8)
         line = gl.multiple_of((row0 + offs).to(gl.int64) * stride[2], 8)
@@ -469,7 +472,7 @@ def store_rows(x, tile, desc, X, stride, z, h, row, row0, rows, HEAD_DIM: gl.con
         gl.store(ptrs, stage.load(LAYOUT), mask=(offs < rows)[:, None] & (cols < HEAD_DIM)[None, :])
     else:
         fence_async_shared()
-        tma_store(desc, [z, h, row, 0], tile)
+        tma_store(desc, [z, h, row, FIRST], tile)
 
 
 @gluon.jit
@@ -493,7 +496,7 @@ def consumer(
             mbarrier.wait(bars.v_full.index(0), turn & 1)  # (with whole_head, every tile has queries)
             if C.packed or C.used:  # rows past the keys in use are another sequence's, or nobody's
                 valid = t.Nk - t.start_n - WG * HALF
-                if t.Nk - t.start_n < BLOCK_N:
+                if t.Nk - t.start_n < C.block_n:
                     clear_rows(tiles.k.index(WG).reshape([HALF, C.d]), valid, HALF, C.d)
                     clear_rows(tiles.v.index(WG).reshape([HALF, C.d]), valid, HALF, C.d)
                     fence_async_shared()
@@ -519,11 +522,11 @@ def consumer(
         row = t.start_n + WG * HALF
         if C.dq:
             mbarrier.arrive(bars.k_done.index(0), count=1)
-        store_rows(dv, tiles.v.index(WG), dv_desc, DV, stride_dv, zb, t.hk, row, t.k_row0, t.k_rows, C.head_dim_v, C)
+        store_rows(dv, tiles.v.index(WG), dv_desc, DV, stride_dv, zb, t.hk, row, t.k_row0, t.k_rows, C.head_dim_v, 0, C.d, C)
         if C.dq:
             mbarrier.wait(bars.k_done.index(0), turn & 1)
         dk = dk * softmax_scale
-        store_rows(dk, tiles.k.index(WG), dk_desc, DK, stride_dk, zb, t.hk, row, t.k_row0, t.k_rows, C.head_dim, C)
+        store_rows(dk, tiles.k.index(WG), dk_desc, DK, stride_dk, zb, t.hk, row, t.k_row0, t.k_rows, C.head_dim, 0, C.d, C)
         tma.store_wait(0)
         if C.whole_head:
             mbarrier.arrive(bars.kv_empty.index(0), count=1)

@@ -76,14 +76,14 @@ def attn_bwd_after_kernel(
 ):  # fmt: skip
     """dQ = softmax_scale * accumulator, in DQ's own type and layout.
 
-    The accumulator holds a block as 64 x 64 halves (columns at D = 128, rows at D = 64), each as the 128 threads of a
+    The accumulator holds a block as 64 x 64 chunks (columns from D = 128 on, rows at D = 64), each as the 128 threads of a
     warpgroup hold a wgmma result: bit by bit, an offset reads (column group 3, warp 2, row 3, column pair 2, row + 8, column).
     """
     z, h, row0, start, rows = block_of_program(heads, Nq, q_blocks, seqs, CU_Q, BLOCK_M)
     pid = tl.program_id(0).to(tl.int64)
-    HALVES: tl.constexpr = BLOCK_M * BLOCK_D // 4096
+    CHUNKS: tl.constexpr = BLOCK_M * BLOCK_D // 4096
     flat = tl.load(DQ_ACC + pid * (BLOCK_M * BLOCK_D) + tl.arange(0, BLOCK_M * BLOCK_D))
-    x = tl.reshape(flat, [HALVES, 8, 4, 8, 4, 2, 2])
+    x = tl.reshape(flat, [CHUNKS, 8, 4, 8, 4, 2, 2])
     if BLOCK_M == 64:
         x = tl.permute(x, [2, 5, 3, 0, 1, 4, 6])
     else:

@@ -228,7 +228,7 @@ def consumer(
     before, _phase = ring(count - 1, C.k_stages)
     dq = warpgroup_mma(ds, tiles.k.index(before).reshape([C.block_n, C.d]), dq, is_async=True)
     dq = warpgroup_mma_wait(0, deps=(dq,)) * softmax_scale
-    store_rows(dq, tiles.q.index(WG), dq_desc, DQ, stride_dq, 0 if C.packed else z, h, row0, q_row0, Nq, C.head_dim, C)
+    store_rows(dq, tiles.q.index(WG), dq_desc, DQ, stride_dq, 0 if C.packed else z, h, row0, q_row0, Nq, C.head_dim, 0, C.d, C)
     tma.store_wait(0)
 
 

@@ -16,9 +16,8 @@ from . import launch_forward
 from .backward import attn_bwd_hopper
 from .backward_ends import attn_bwd_after_kernel, attn_bwd_before_kernel
 from .backward_split import attn_bwd_dq_hopper
+from .backward_wide import attn_bwd_wide_hopper
 from .common import Block, Constants, Launch, four_axes, tma_reason
-
-BLOCK_N = 128  # keys per thread block of the fused kernel
 
 
 @dataclass(frozen=True)
@@ -26,6 +25,7 @@ class BackwardConfig:
     """Everything the compiler needs to know about one fused (or dK, dV) kernel."""
 
     block_m: int = 64  # query rows per step
+    block_n: int = 128  # keys per thread block
     q_stages: int = 2
     do_stages: int = 2
     early_dv: bool = False  # issue dV before dS is known: more overlap, more registers
@@ -33,7 +33,9 @@ class BackwardConfig:
     whole_head: bool = False  # one thread block takes all key tiles of a head: no zeroing, a fixed order, no conversion pass
     consumer_regs: int = 240
     producer_regs: int = 24
-    d: int = 128
+    d: int = 128  # columns of the dQ accumulator
+    tail: int = 0  # of Q and K past the first 128
+    v_tail: int = 0
     head_dim: int = 128
     head_dim_v: int = 128
     packed: bool = False
@@ -65,11 +67,13 @@ class DqConfig:
 
 def width(problem: Problem) -> int:
     """Tile width for the head dimensions; columns past the tensor's read as zeros."""
-    return 64 if max(problem.head_dim, problem.head_dim_v) <= 64 else 128
+    return next(limit for limit in (64, 128, 256) if max(problem.head_dim, problem.head_dim_v) <= limit)
 
 
 def tiles(problem: Problem, deterministic: bool) -> BackwardConfig:
     """Tile sizes and schedule for a problem: the fastest measured on an H200 (NOTES_backward.md)."""
+    if width(problem) == 256:
+        return BackwardConfig(block_n=64)
     if width(problem) == 64 and problem.softcap > 0:  # tanh's gradient does not fit beside 128 rows of P, dP and dQ
         return BackwardConfig(block_m=64, dq=False)
     if width(problem) == 64:
@@ -104,10 +108,12 @@ def specialise(config: BackwardConfig, problem: Problem) -> BackwardConfig:
     if config.whole_head and whole_head_reason(problem):
         raise ValueError(whole_head_reason(problem))
     mask = MASKS[problem.mask_kind]
-    ragged = problem.varlen or problem.seqused or problem.seqlen_k % BLOCK_N != 0
+    ragged = problem.varlen or problem.seqused or problem.seqlen_k % config.block_n != 0
     return replace(
         config,
         d=width(problem),
+        tail=_tail(problem.head_dim),
+        v_tail=_tail(problem.head_dim_v),
         head_dim=problem.head_dim if problem.varlen or config.whole_head else 0,  # stores without TMA look at them
         head_dim_v=problem.head_dim_v if problem.varlen else 0,
         packed=problem.varlen,
@@ -116,6 +122,10 @@ def specialise(config: BackwardConfig, problem: Problem) -> BackwardConfig:
         edge_lo=mask.Q_LEFT_EDGE or ragged,
         edge_hi=mask.Q_RIGHT_EDGE or problem.varlen,
     )
+
+
+def _tail(head_dim: int) -> int:
+    return 0 if head_dim <= 128 else 64 if head_dim <= 192 else 128
 
 
 def specialise_dq(problem: Problem, block_stat: int) -> DqConfig:
@@ -134,13 +144,13 @@ def specialise_dq(problem: Problem, block_stat: int) -> DqConfig:
     )
 
 
-def problem_reason(problem: Problem, device: torch.device) -> str:
+def problem_reason(problem: Problem, device: torch.device, deterministic: bool = False) -> str:
     """Why this backward does not take the problem, whatever its tensors' addresses; empty when it does."""
     reason = launch_forward.problem_reason(problem, device)
-    if not reason and max(problem.head_dim, problem.head_dim_v) > 128:
+    if not reason and deterministic and width(problem) > 128:
         reason = (
-            f"head dimensions {problem.head_dim} and {problem.head_dim_v}: the Hopper backward keeps dK and dV of 64 keys in "
-            "a warpgroup's registers, which ends at 128; wider ones run on the plain kernel"
+            f"head dimensions {problem.head_dim} and {problem.head_dim_v}: the deterministic Hopper backward ends at 128; "
+            "wider ones run on the plain kernel"
         )
     return reason
 
@@ -153,9 +163,10 @@ def supports(
     dq: Tensor | None = None,
     dk: Tensor | None = None,
     dv: Tensor | None = None,
+    deterministic: bool = False,
 ) -> tuple[bool, str]:
     """Whether the Hopper backward takes this call, and if not, why. dO is no reason: a bad one is copied."""
-    reason = problem_reason(problem, q.device)
+    reason = problem_reason(problem, q.device, deterministic)
     for name, x in (("q", q), ("k", k), ("v", v), ("dq", dq), ("dk", dk), ("dv", dv)):
         if not reason and x is not None:
             reason = tma_reason(name, x)
@@ -208,7 +219,7 @@ def plan(
             return 1
         return max(1, min(batch_heads, (l2_bytes or l2_bytes_of(problem)) // max(1, rows * row_bytes)))
 
-    blocks, second, grid = _tiling(problem, keys, problem.seqlen_k, problem.total_k, BLOCK_N)
+    blocks, second, grid = _tiling(problem, keys, problem.seqlen_k, problem.total_k, full.block_n)
     if full.whole_head:
         grid = second
     side = together(second, group * problem.seqlen_q)
@@ -256,15 +267,22 @@ def fused_arguments(
     p: Plan, problem: Problem, do: Tensor, q: Tensor, k: Tensor, v: Tensor, stats: tuple[Tensor, Tensor],
     dq: Tensor | None, dk: Tensor, dv: Tensor, acc: Tensor | None, extras: Extras,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """Of :func:`.backward.attn_bwd_hopper`."""
+    """Of :func:`.backward.attn_bwd_hopper`, or of the kernel for wide heads."""
     c = p.config
     variant, args, unit_log2 = assemble(problem, extras)
-    rows, keys, stat = (1, 1, c.block_m, c.d), (1, 1, 64, c.d), (c.block_m,)
-    blocks = [Block(x, *four_axes(x), box) for x, box in ((q, rows), (do, rows), (k, keys), (v, keys))]
-    blocks += [Block(x, (x.shape[0],), (1,), stat) for x in (stats[0], stats[1])]
-    blocks += [Block(x, *four_axes(x), keys) for x in (dk, dv)]
+
+    def block(x: Tensor, rows: int, tail: int) -> list[Block | None]:
+        if c.d <= 128:
+            return [Block(x, *four_axes(x), (1, 1, rows, c.d))]
+        return [Block(x, *four_axes(x), (1, 1, rows, n)) if n else None for n in (128, tail)]
+
+    blocks = [*block(q, c.block_m, c.tail), *block(do, c.block_m, c.v_tail), *block(k, 64, c.tail), *block(v, 64, c.v_tail)]
+    blocks += [Block(x, (x.shape[0],), (1,), (c.block_m,)) for x in (stats[0], stats[1])]
+    blocks += [*block(dk, 64, c.tail), *block(dv, 64, c.v_tail)]
     stored = (dk, dv, _strides(dk), _strides(dv)) if c.packed else (None, None, (), ())
-    own = (dq, _strides(dq)) if dq is not None and c.whole_head else (None, ())
+    own: tuple[Any, ...] = ()
+    if c.d <= 128:
+        own = (dq, _strides(dq)) if dq is not None and c.whole_head else (None, ())
     return (
         *blocks, *stored, *own, acc, extras.cu_seqlens_q, extras.cu_seqlens_k, extras.seqused_k, variant, args, unit_log2,
         problem.softmax_scale, *p.sizes, p.constants,
@@ -310,7 +328,8 @@ def jobs(
     before = before_arguments(p, problem, do, dlse, out, lse, extras, stats, delta_rows, zeroed)
     found: list[tuple[Any, int, tuple[Any, ...]]] = [(attn_bwd_before_kernel, p.stat_blocks, before)]
     if dk is not None and dv is not None:
-        found.append((attn_bwd_hopper, p.grid, fused_arguments(p, problem, do, q, k, v, stats, dq, dk, dv, acc, extras)))
+        main = attn_bwd_hopper if p.config.d <= 128 else attn_bwd_wide_hopper
+        found.append((main, p.grid, fused_arguments(p, problem, do, q, k, v, stats, dq, dk, dv, acc, extras)))
     if p.config.whole_head:
         return found
     if dq is not None and acc is not None:
@@ -325,8 +344,9 @@ class Backward:
 
     Called with tensors of these layouts, it fills the gradients that are not None (dk and dv come together). The tensors
     of the first call must pass :func:`supports`. ``deterministic`` takes the split kernels, and so does a call that
-    wants only dQ or only dK and dV. Memory beyond the gradients: 8 bytes per query row, and in the fused path 4 bytes
-    per element of dQ. ``config`` and ``l2_bytes`` are for tuning.
+    wants only dQ or only dK and dV; heads wider than 128, which have none, compute all three. Memory beyond the
+    gradients: 8 bytes per query row, and in the fused path 4 bytes per element of dQ (1 kB per row of wide heads).
+    ``config`` and ``l2_bytes`` are for tuning.
     """
 
     def __init__(
@@ -356,8 +376,11 @@ class Backward:
         first = not self.launches
         if first:
             self.copy_do = bool(tma_reason("do", do))
-            self.plan = plan(self.problem, self.deterministic or dq is None or dk is None, self.config, self.l2_bytes)
+            split = width(self.problem) <= 128 and (self.deterministic or dq is None or dk is None)
+            self.plan = plan(self.problem, split, self.config, self.l2_bytes)
         p = self.plan
+        if width(self.problem) > 128:
+            dk, dv = (torch.empty_like(x) if y is None else y for x, y in ((k, dk), (v, dv)))
         if self.copy_do:
             do = do.contiguous()
         rows = p.stat_blocks * p.config.block_m
