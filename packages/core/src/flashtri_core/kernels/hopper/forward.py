@@ -105,6 +105,7 @@ def key_blocks(start_m, ROWS: gl.constexpr, Nq, Nk, variant, args, C: gl.constex
 @gluon.jit
 def locate(tile, sizes, CU_Q, CU_K, USED_K, C: gl.constexpr):
     """Tile number -> batch or sequence z, head h, first row, first query and key rows in memory, and lengths."""
+    tile = gl.minimum(tile, sizes.num_tiles - 1)  # one past the end is looked up before it is known to be: read in bounds
     if CU_Q is None:
         zh, start_m = dense_tile(tile, sizes.blocks, sizes.batch_heads, sizes.head_group, C.block_m, True)
         z = zh // sizes.heads
