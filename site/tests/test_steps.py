@@ -15,6 +15,7 @@ import s06_backward
 import s07_masks
 import s08_gqa
 import s09_varlen
+import s10_pipelined
 import torch
 
 STEPS = Path(__file__).parents[1] / "steps"
@@ -118,7 +119,17 @@ def test_varlen_rung_matches_one_call_per_sequence(cu: list[int]) -> None:
     close(s09_varlen.attention(q, k, v, cu), s09_varlen.one_by_one(q, k, v, cu))
 
 
-@pytest.mark.parametrize("script", sorted(STEPS.glob("s0*.py")), ids=lambda p: p.stem)
+@pytest.mark.parametrize(("m", "n"), SIZES)
+def test_pipelined_rung_agrees_and_never_waits_for_its_own_softmax(m: int, n: int) -> None:
+    q, k, v = s01_softmax.example(m, n)
+    for got, want in zip(s10_pipelined.attention(q, k, v, 8, 16), s05_fa2.attention(q, k, v), strict=True):
+        close(got, want)
+    log: list[str] = []
+    s10_pipelined.program(0, *s01_softmax.example(16, 64), 16, 16, log)
+    assert log == ["QK3, softmax 3", "QK2 + PV3, softmax 2", "QK1 + PV2, softmax 1", "QK0 + PV1, softmax 0", "PV0"]
+
+
+@pytest.mark.parametrize("script", sorted(STEPS.glob("s[01]*.py")), ids=lambda p: p.stem)
 def test_rung_runs_as_a_script(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(script), run_name="__main__")
     assert capsys.readouterr().out.strip()
