@@ -6,6 +6,7 @@ import collections
 import functools
 import http.server
 import os
+import re
 import shutil
 import threading
 from collections.abc import Iterator
@@ -30,6 +31,8 @@ OUT_OF_REACH = """[...document.querySelectorAll("main *")].filter((node) => {
         || (scrolls.test(overflowY) && node.scrollHeight > node.clientHeight);
     return over && node.tabIndex < 0 && !node.querySelector("a, button, input, select");
 }).map((node) => node.outerHTML.slice(0, 80))"""
+HAS_ROWS = '"rows":[{' in (SITE / "data" / "results.json").read_text() if SITE.is_dir() else False
+READY = {"visualiser": "#visualiser[data-ready=true]"} | ({"benchmarks": "#bench-table tbody tr"} if HAS_ROWS else {})
 PAGES = sorted(str(page.parent.relative_to(SITE)) for page in SITE.rglob("index.html"))
 
 pytestmark = pytest.mark.browser
@@ -125,12 +128,23 @@ def test_the_site_is_there() -> None:
     assert len(PAGES) >= 30, f"{SITE} holds {len(PAGES)} pages: run site/tools/build.py first"
 
 
+def violations(page: Page, skip: list[str]) -> list[str]:
+    """What axe finds against WCAG A and AA on the page as it stands."""
+    page.evaluate(AXE)
+    found = page.evaluate(
+        f"skip => axe.run({{exclude: skip.map((s) => [s])}}, {{runOnly: {RULES}, resultTypes: ['violations']}})", skip
+    )
+    nodes = lambda v: [f"{n['target']}: {n['failureSummary'].splitlines()[-1].strip()}" for n in v["nodes"][:3]]
+    return [f"{v['id']} x{len(v['nodes'])} {nodes(v)}" for v in found["violations"]]
+
+
 @pytest.mark.parametrize(("width", "scheme"), [(1440, "light"), (360, "dark")])
 def test_every_page_is_quiet_fits_and_is_accessible(browser: Browser, base: str, width: int, scheme: str) -> None:
     problems = []
     with Watch(browser, base, width, scheme, reduced_motion="reduce") as watched:
         for name in PAGES:
             page = watched.open(name)
+            page.wait_for_selector(READY.get(name, "main h1"))
             page.wait_for_function("document.fonts.status === 'loaded'")
             over = page.evaluate("document.documentElement.scrollWidth - innerWidth")
             if over > 0:
@@ -141,18 +155,38 @@ def test_every_page_is_quiet_fits_and_is_accessible(browser: Browser, base: str,
             problems += [f"{name}: markup in the text: {mark}" for mark in MARKUP if mark in text]
             if not page.evaluate("!!document.querySelector('main h1')?.textContent.trim()"):
                 problems.append(f"{name}: no heading")
-            page.evaluate(AXE)
             # code is coloured alike everywhere: its thousands of tokens are looked at on three pages
-            skip = [] if name in (".", "use", "derivation/flashattention-2") else [[".highlight pre"]]
-            found = page.evaluate(
-                f"skip => axe.run({{exclude: skip}}, {{runOnly: {RULES}, resultTypes: ['violations']}})", skip
-            )
-            for violation in found["violations"]:
-                nodes = [
-                    f"{n['target']}: {n['failureSummary'].splitlines()[-1].strip()}" for n in violation["nodes"][:3]
-                ]
-                problems.append(f"{name} ({scheme}): {violation['id']} x{len(violation['nodes'])} {nodes}")
+            skip = [] if name in (".", "use", "derivation/flashattention-2") else [".highlight pre"]
+            problems += [f"{name} ({scheme}): {violation}" for violation in violations(page, skip)]
     assert problems == []
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1440, "dark"), (360, "light")])
+def test_pages_in_use_are_accessible(browser: Browser, base: str, width: int, scheme: str) -> None:
+    """Not only as they open: every chart, an answer that is refused, the backward pass half done, a search with hits."""
+    import bench_page
+    import synthetic
+
+    data = bench_page.page_data(synthetic.document())
+    with Watch(browser, base, width, scheme, reduced_motion="reduce") as watched:
+        watched.context.route("**/data/results.json", lambda route: route.fulfill(json=data))
+        page = watched.open("benchmarks")
+        page.wait_for_selector("#bench-charts figure")
+        page.click("#bench-skipped summary")
+        assert violations(page, []) == []
+        page = watched.open("calculator")
+        page.fill("#footprint [name=heads]", "0")
+        assert violations(page, []) == []
+        page = vis(watched)
+        page.click("#tab-backward")
+        page.click("#step")
+        page.click(".ft-table summary")
+        assert violations(page, []) == []
+        page = watched.open("use/causal")
+        page.click(".md-search__input" if width > 960 else "header label[for=__search]")
+        page.keyboard.type("window")
+        page.locator(".md-search-result__link").first.wait_for()
+        assert violations(page, [".highlight pre"]) == []
 
 
 def test_home_page_weighs_less_than_500_kb(browser: Browser, base: str) -> None:
@@ -654,5 +688,6 @@ def test_formulas_are_typeset(watch: Watch) -> None:
 def test_without_javascript_the_pages_still_say_it(browser: Browser, base: str) -> None:
     with Watch(browser, base, java_script_enabled=False) as watched:
         assert "128 MiB" in watched.open("").inner_text("main")
-        assert "needs JavaScript" in watched.open("visualiser").inner_text("main")
+        for name in ("visualiser", "calculator", "benchmarks"):
+            assert re.search("needs? JavaScript", watched.open(name).inner_text("main")), name
         assert "online_softmax_step" in watched.open("derivation/online-softmax").inner_text("main")
