@@ -135,7 +135,7 @@ def define_env(env: Any) -> None:
                  "alibi": "[ALiBi](alibi.md)", "dropout": "[dropout](dropout.md)", "gqa": "grouped heads",
                  "seqused_k": "`seqused_k`"}  # fmt: skip
         rows = [[names.get(name, name), *answers] for name, *answers in support.features()]
-        return _table(["feature", "Triton kernels", "Hopper kernels", "CPU"], rows)
+        return _table(["feature", "Triton kernels", "Hopper kernels", "CPU", "auto on Hopper"], rows)
 
     @env.macro
     def dtype_table() -> str:

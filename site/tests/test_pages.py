@@ -111,6 +111,14 @@ def test_numbers_in_the_prose() -> None:
 def test_support_answers_name_what_is_wrong() -> None:
     assert all(row[1] == "yes" for row in support.features())
     assert all(row[3] == "yes" for row in support.features())
+    auto = {row[0]: row[4] for row in support.features()}
+    assert auto["causal"] == "hopper"
+    assert auto["bias"] == "triton"  # the Hopper kernels refuse it
+    assert {cell for dim, cells in support.head_dims() for cell in cells} <= {
+        "triton",
+        "hopper",
+        "hopper, backward triton",
+    }
     fp32 = {name: gpu for name, gpu, _ in support.dtypes()}["fp32"]
     assert "float32" in fp32
 

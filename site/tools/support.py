@@ -13,7 +13,8 @@ from unittest import mock
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flashtri_core import Support, supports, target
+from flashtri_core import Support, dispatch, supports, target
+from flashtri_core.problem import Problem
 from flashtri_core.target import SHARED_MEMORY, Target
 from flashtri_core.variants import attn_bias
 
@@ -86,8 +87,8 @@ def ask(
         return supports(q, k, k, impl=impl, **extras)
 
 
-def features() -> list[tuple[str, str, str, str]]:
-    """(feature, Triton kernels, Hopper kernels, CPU path): "yes", or the reason why not."""
+def features() -> list[tuple[str, str, str, str, str]]:
+    """(feature, Triton kernels, Hopper kernels, CPU path): "yes", or the reason why not; and what "auto" picks on Hopper."""
     rows = []
     for name, call in FEATURES.items():
         answers = (
@@ -95,7 +96,7 @@ def features() -> list[tuple[str, str, str, str]]:
             ask(90, impl="hopper", **call),
             ask(80, impl="reference", device="cpu", **call),
         )
-        rows.append((name, *("yes" if answer else answer.reason for answer in answers)))
+        rows.append((name, *("yes" if answer else answer.reason for answer in answers), ask(90, **call).impl))
     return rows
 
 
@@ -108,10 +109,17 @@ def dtypes() -> list[tuple[str, str, str]]:
 
 
 def head_dims(dims: tuple[int, ...] = (32, 64, 96, 128, 192, 256)) -> list[tuple[int, list[str]]]:
-    """(head dim, per GPU: which implementation runs the forward of a bf16 call), in the order of GPUS."""
-    return [
-        (dim, [(answer.impl if (answer := ask(gpu, head_dim=dim)) else answer.reason) for gpu in GPUS]) for dim in dims
-    ]
+    """(head dim, per GPU: which implementation runs a bf16 call, the backward pass named where it is another one)."""
+
+    def cell(gpu: int, dim: int) -> str:
+        answer = ask(gpu, head_dim=dim)
+        if not answer:
+            return answer.reason
+        problem = Problem(2, 4, 4, 256, 256, dim, dim, torch.bfloat16, dim**-0.5)
+        other = answer.impl == "hopper" and dispatch.unproven_on_hopper(problem, backward=True)
+        return f"{answer.impl}, backward triton" if other else answer.impl
+
+    return [(dim, [cell(gpu, dim) for gpu in GPUS]) for dim in dims]
 
 
 __all__ = ["DTYPES", "FEATURES", "GPUS", "ask", "dtypes", "features", "head_dims", "on"]
