@@ -147,12 +147,16 @@ def tests_gpu(session: nox.Session) -> None:
     count = int(session.run(python, "-c", "import torch; print(torch.cuda.device_count())", silent=True) or 0)
     if count == 0:
         session.error("no GPU here: `nox -s tests` runs the layers that need none")
-    layers = [("gpu and not multi_gpu", "packages/core/tests/gpu_report.json")]
+    # A kernel that hangs cannot be interrupted: the watchdog ends its process, and pytest-xdist starts another.
+    watched = ["--timeout=300", "--timeout-method=thread", "-o", "timeout_func_only=true"]
+    workers = ["-n", str(min(8, os.cpu_count() or 1)), "--dist=worksteal"]
+    layers = [("gpu and not multi_gpu", "packages/core/tests/gpu_report.json", workers)]
     if count > 1:
-        layers.append(("multi_gpu", "packages/modules/tests/multi_gpu_report.json"))
-    for marks, report in layers:
+        layers.append(("multi_gpu", "packages/modules/tests/multi_gpu_report.json", []))
+    for marks, report, spread in layers:
         arguments = session.posargs or [f"--gpu-report={report}"]
-        session.run(*pytest, "-m", marks, *arguments, env=ENV, success_codes=[0, 5] if session.posargs else [0])
+        codes = [0, 5] if session.posargs else [0]
+        session.run(*pytest, *watched, *spread, "-m", marks, *arguments, env=ENV, success_codes=codes)
 
 
 @nox.session

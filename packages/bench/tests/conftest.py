@@ -7,9 +7,9 @@ import torch
 
 from flashtri_bench import results
 from flashtri_bench.cases import BY_ID, SUITES
-from flashtri_core.testing.plugin import pytest_runtest_setup
+from flashtri_core.testing.plugin import gpu_turn, pytest_runtest_setup
 
-__all__ = ["pytest_runtest_setup"]
+__all__ = ["gpu_turn", "pytest_runtest_setup"]
 
 RUN = {
     "id": "20260101T000000Z-0123456a",

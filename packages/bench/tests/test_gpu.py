@@ -39,6 +39,7 @@ def test_peak_memory_is_the_calls_own():
     assert peak.extra_bytes == (1 << 26) - (1 << 20)
 
 
+@pytest.mark.alone
 def test_a_cold_cache_is_slower_than_a_warm_one():
     """Public report 140: a warm L2 distorts small cases."""
     x = torch.randn(1 << 22, device="cuda")  # 16 MB: fits the L2 of every supported data-centre card
@@ -52,6 +53,7 @@ def test_a_cold_cache_is_slower_than_a_warm_one():
     assert warm.p50 < cold.p50
 
 
+@pytest.mark.alone
 def test_host_time_is_not_in_the_device_time():
     """Public report 140: launch overhead counted as device time."""
     import time

@@ -1,4 +1,5 @@
 from flashtri_core.testing.plugin import (
+    gpu_turn,
     own_tuning_table,
     poisoned,
     pytest_collection_modifyitems,
@@ -6,4 +7,11 @@ from flashtri_core.testing.plugin import (
     roomy,
 )
 
-__all__ = ["own_tuning_table", "poisoned", "pytest_collection_modifyitems", "pytest_runtest_setup", "roomy"]
+__all__ = [
+    "gpu_turn",
+    "own_tuning_table",
+    "poisoned",
+    "pytest_collection_modifyitems",
+    "pytest_runtest_setup",
+    "roomy",
+]

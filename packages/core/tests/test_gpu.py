@@ -74,6 +74,7 @@ def test_one_below_a_block_multiple(lane, causal):
 
 
 # ------------------------------------------------------------------------------------------------ past 2^31
+@pytest.mark.alone
 def test_huge_batch(roomy):
     """Row 1: scratch offsets past 2^31 at a batch of 15000; gradients are those of four slices."""
     roomy(60)
@@ -85,6 +86,7 @@ def test_huge_batch(roomy):
             assert torch.equal(a[part], b)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("batch", [690, 700, 710])
 def test_sequence_major_keys(batch, roomy):
     """Row 3: K and V stored sequence-major: row index times a row stride of 89600 passes 2^31."""
@@ -97,6 +99,7 @@ def test_sequence_major_keys(batch, roomy):
         close([x[n : n + 1] for x in (out, dq, dk, dv)], grads(*one))
 
 
+@pytest.mark.alone
 def test_fused_view_past_two_to_the_31(roomy):
     """Row 5: V a strided view into a fused buffer of 100480 rows: rows that read the last keys are right."""
     roomy(14)
@@ -116,6 +119,7 @@ def test_fused_view_past_two_to_the_31(roomy):
     )
 
 
+@pytest.mark.alone
 def test_grouped_keys_past_two_to_the_31(roomy):
     """Row 6: keys expanded to query heads would pass 2^31 elements; gradients are those of single batches."""
     roomy(24)
@@ -349,6 +353,7 @@ def test_supports_is_true_for_every_option():
             assert supports(q, q, q, **rest, **given.numbers), entry
 
 
+@pytest.mark.alone
 def test_first_result_in_a_new_process_is_soon():
     """Row 123: no tuning on the first call: forward and backward in a new process, cold caches, within 60 seconds."""
     code = """

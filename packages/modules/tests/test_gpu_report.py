@@ -39,7 +39,7 @@ def test_counts_names_and_reasons(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, *command], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr
     report = json.loads((tmp_path / "out/r.json").read_text())
-    assert report["counts"] == {"passed": 1, "failed": 1, "errors": 1, "skipped": 2}
+    assert report["counts"] == {"passed": 1, "failed": 1, "errors": 1, "skipped": 2, "not_run": 0}
     assert [name.partition("::")[2] for name in report["failed"]] == ["test_error", "test_fails"]
     assert report["skipped"] == {"needs two GPUs": 2}
     assert (report["commit"], report["dirty"], report["exit_status"]) == ("abc1234", True, 1)
@@ -47,6 +47,46 @@ def test_counts_names_and_reasons(tmp_path: Path) -> None:
     assert report["torch"] == torch.__version__
     assert len(report["gpus"]) == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
     assert {name.partition("::")[2] for name in report["slowest"]} >= {"test_passes", "test_fails"}
+
+
+HANGS = """
+import os, pytest, time
+from flashtri_core import gpu_report
+
+gpu_report.EVERY = 0.0
+
+@pytest.mark.parametrize("n", range(10))
+def test_n(n):
+    if n == 4:
+        print("the driver waits", flush=True)
+        time.sleep(100)  # stands for a kernel that never ends
+    assert n != 1, "one is wrong"
+"""
+CUT = ["-m", "pytest", "-q", "-c", os.devnull, "-p", "flashtri_core.gpu_report", "--gpu-report=r.json", "."]
+
+
+def run_cut(folder: Path, *more: str) -> tuple[dict, str]:
+    (folder / "test_sample.py").write_text(HANGS)
+    command = [sys.executable, *CUT, *more, "-o", "timeout=5", "--timeout-method=thread"]
+    environment = os.environ | {"FLASHTRI_COMMIT": "abc1234"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    return json.loads((folder / "r.json").read_text()), done.stdout
+
+
+def test_a_run_that_is_cut_leaves_a_report(tmp_path: Path) -> None:
+    """In one process the watchdog ends the run: the file says what had been tested, and how much had not."""
+    report, printed = run_cut(tmp_path)
+    assert report["exit_status"] is None
+    assert report["counts"] == {"passed": 3, "failed": 1, "errors": 0, "skipped": 0, "not_run": 6}
+    assert "test_n[1]: AssertionError: one is wrong" in printed
+
+
+def test_a_hang_costs_one_test(tmp_path: Path) -> None:
+    """Under pytest-xdist it ends a worker: that test has failed, and all others run."""
+    report, _ = run_cut(tmp_path, "-n", "2")
+    assert report["exit_status"] == pytest.ExitCode.TESTS_FAILED
+    assert report["counts"] == {"passed": 8, "failed": 1, "errors": 1, "skipped": 0, "not_run": 0}
+    assert [name.partition("::")[2] for name in report["failed"]] == ["test_n[1]", "test_n[4]"]
 
 
 def test_commit_comes_from_the_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,10 @@
     python -m pytest -p flashtri_core.gpu_report --gpu-report=FILE -m multi_gpu packages
 
 The file is JSON: commit, whether the checkout differed from it, GPUs, driver, versions, command, counts, seconds, the
-slowest tests, the names of those that failed, and why others were skipped. Where there is no checkout, the variable
-FLASHTRI_COMMIT names the commit, and FLASHTRI_DIRTY=1 says that the files differ from it.
+slowest tests, the names of those that failed, and why others were skipped. It is written anew every few seconds, so that
+a run that is cut leaves one too: its ``exit_status`` is null, and ``counts`` says how many tests had not run. Failures are
+printed as they happen. Where there is no checkout, the variable FLASHTRI_COMMIT names the commit, and FLASHTRI_DIRTY=1
+says that the files differ from it.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import pytest
 import torch
 
 SLOWEST = 10
+EVERY = 5.0  # seconds between two versions of the file
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -37,9 +40,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class GpuReport:
-    """Counts results while pytest runs, and writes the file at the end."""
+    """Counts results while pytest runs, and writes the file, during the run and at its end."""
 
     def __init__(self, config: pytest.Config) -> None:
+        self.config = config
         self.file = Path(config.getoption("--gpu-report")).absolute()
         self.root = config.rootpath
         self.command = shlex.join(["python", "-m", "pytest", *config.invocation_params.args])
@@ -48,6 +52,19 @@ class GpuReport:
         self.skipped: Counter[str] = Counter()
         self.failed: list[str] = []
         self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.planned = 0
+        self.done: set[str] = set()
+        self.head = {**commit(self.root, self.file), **machine()}  # of the start: files may change while tests run
+        self.written = 0.0
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """How many tests there are, in one process."""
+        self.planned = max(self.planned, len(session.items))
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
+        """How many tests there are, under pytest-xdist: each worker has collected all."""
+        self.planned = max(self.planned, len(ids))
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """A file that could not be collected is an error of the run."""
@@ -60,13 +77,27 @@ class GpuReport:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Setup, call and teardown of a test report one by one; a failure outside of the call is an error."""
         self.seconds[report.nodeid] += report.duration
+        if report.when not in ("setup", "call"):  # torn down, or its worker died
+            self.done.add(report.nodeid)
         if report.failed:
             self.counts["failed" if report.when == "call" else "errors"] += 1
             self.failed.append(report.nodeid)
+            self._say(report)
         elif report.skipped:
             self._skip(report)
         elif report.when == "call":
             self.counts["passed"] += 1
+        if time.time() - self.written > EVERY:
+            self._write(None)
+
+    def _say(self, report: pytest.TestReport) -> None:
+        terminal = self.config.pluginmanager.get_plugin("terminalreporter")
+        if terminal is not None:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            words = crash.message if crash is not None else str(report.longrepr)
+            first = words.strip().splitlines()[:1]
+            terminal.ensure_newline()
+            terminal.write_line(f"FAILED {report.nodeid}: {''.join(first)[:200]}", flush=True)
 
     def _skip(self, report: pytest.TestReport | pytest.CollectReport) -> None:
         self.counts["skipped"] += 1
@@ -74,22 +105,32 @@ class GpuReport:
         self.skipped[reason.removeprefix("Skipped: ")] += 1
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
-        """Write the file."""
+        """Write the file for the last time."""
+        self._write(int(exitstatus))
+
+    def _write(self, exit_status: int | None) -> None:
+        self.written = time.time()
         slowest = sorted(self.seconds, key=self.seconds.__getitem__, reverse=True)[:SLOWEST]
         report = {
-            **commit(self.root, self.file),
+            "commit": self.head["commit"],
+            "dirty": self.head["dirty"],
             "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self.started)),
             "command": self.command,
-            "exit_status": int(exitstatus),
-            **machine(),
-            "counts": {name: self.counts[name] for name in ("passed", "failed", "errors", "skipped")},
+            "exit_status": exit_status,
+            **self.head,
+            "counts": {
+                **{name: self.counts[name] for name in ("passed", "failed", "errors", "skipped")},
+                "not_run": max(0, self.planned - len(self.done)),
+            },
             "failed": sorted(set(self.failed)),
             "skipped": dict(sorted(self.skipped.items())),
             "seconds": round(time.time() - self.started, 1),
             "slowest": {name: round(self.seconds[name], 1) for name in slowest},
         }
         self.file.parent.mkdir(parents=True, exist_ok=True)
-        self.file.write_text(json.dumps(report, indent=1) + "\n")
+        whole = self.file.with_suffix(".part")
+        whole.write_text(json.dumps(report, indent=1) + "\n")
+        whole.replace(self.file)
 
 
 def commit(root: Path, report: Path) -> dict[str, Any]:

@@ -7,7 +7,12 @@ marker), the real kernels in Triton's interpreter (marker ``interpreter``) and o
 from __future__ import annotations
 
 import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -103,6 +108,43 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     reason = unable(item)
     if reason:
         pytest.skip(reason)
+
+
+fcntl: ModuleType | None
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+
+@contextmanager
+def turn(alone: bool, folder: Path) -> Iterator[None]:
+    """Hold the GPU together with other processes' tests, or alone: locks on two files in ``folder``.
+
+    Whoever wants it alone keeps the gate shut while it waits, so that nobody new comes in before it. The system frees the
+    locks of a process that dies.
+    """
+    if fcntl is None:
+        yield
+        return
+    with (folder / "flashtri-gpu.lock").open("w") as held, ExitStack() as gate:
+        fcntl.flock(gate.enter_context((folder / "flashtri-gpu.gate").open("w")), fcntl.LOCK_EX)
+        fcntl.flock(held, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        gate.close()
+        yield
+
+
+@pytest.fixture(autouse=True)
+def gpu_turn(request: pytest.FixtureRequest) -> Iterator[None]:
+    """GPU tests run side by side under pytest-xdist; one marked ``alone`` runs while no other does."""
+    marks = {mark.name for mark in request.node.iter_markers()}
+    if not marks & {"gpu", "multi_gpu"}:
+        yield
+        return
+    with turn("alone" in marks, Path(tempfile.gettempdir())):
+        yield
+        if "alone" in marks:
+            torch.cuda.empty_cache()  # what it took in gigabytes is not kept from the others
 
 
 @pytest.fixture(autouse=True)
