@@ -379,7 +379,7 @@ class Backward:
             split = width(self.problem) <= 128 and (self.deterministic or dq is None or dk is None)
             self.plan = plan(self.problem, split, self.config, self.l2_bytes)
         p = self.plan
-        if width(self.problem) > 128:
+        if p.config.d > 128:
             dk, dv = (torch.empty_like(x) if y is None else y for x, y in ((k, dk), (v, dv)))
         if self.copy_do:
             do = do.contiguous()
