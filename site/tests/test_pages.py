@@ -173,7 +173,7 @@ def test_link_checker_finds_what_it_should(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / "index.html").write_text(
         '<a id="here" href="sub/#there">ok</a><a href="sub/#nowhere">1</a><a href="/sub/">2</a><a href="gone/">3</a>'
-        '<script src="https://example.com/x.js"></script><a href="https://example.com/">ok</a><a href="#here">ok</a>'
+        '<link rel="canonical" href="https://example.com/"><script src="https://example.com/x.js"></script><a href="https://example.com/">ok</a><a href="#here">ok</a>'
     )
     (tmp_path / "sub" / "index.html").write_text('<p id="there"></p><a href="../">ok</a>')
     found = links.broken(tmp_path)

@@ -53,6 +53,7 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"links: {len(broken)} broken; the site was built in {time.perf_counter() - start:.1f} s", flush=True)
     if broken:
         sys.exit(1)
+    print(f"to look at it: python -m http.server -d {options.site_dir}", flush=True)
     if options.browser:
         tests = [sys.executable, "-m", "pytest", str(SITE / "tests"), "-q", "-m", "browser"]
         run("browser", tests, FLASHTRI_SITE=str(options.site_dir.resolve()))

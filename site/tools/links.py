@@ -21,7 +21,7 @@ class _Page(HTMLParser):
             if name in values:
                 self.anchors.add(values[name])
         for name in ("href", "src"):
-            if name in values:
+            if name in values and values.get("rel") != "canonical":  # a name for the page, not something it loads
                 self.links.append((tag, values[name]))
 
 
