@@ -146,9 +146,11 @@ def test_every_page_is_quiet_fits_and_is_accessible(browser: Browser, base: str,
             page = watched.open(name)
             page.wait_for_selector(READY.get(name, "main h1"))
             page.wait_for_function("document.fonts.status === 'loaded'")
-            over = page.evaluate("document.documentElement.scrollWidth - innerWidth")
-            if over > 0:
-                problems.append(f"{name}: {over} px too wide at {width}")
+            for narrower in (w for w in (320, 700, 1024, width) if w <= width):
+                page.set_viewport_size({"width": narrower, "height": 900})
+                over = page.evaluate("document.documentElement.scrollWidth - innerWidth")
+                if over > 0:
+                    problems.append(f"{name}: {over} px too wide at {narrower}")
             for node in page.evaluate(OUT_OF_REACH):
                 problems.append(f"{name}: scrolls, but not from the keyboard: {node}")
             text = page.inner_text("main")
