@@ -105,11 +105,10 @@ FORWARD = {
     "single": dict(order="single"),
     "static": dict(order="static"),
     "dynamic": dict(order="dynamic"),
-    "no overlap": dict(overlap=False),
     "no turns": dict(turns=False),
     "named barriers": dict(kv_stages=2, named_release=True),
     "mbarriers": dict(kv_stages=3, named_release=False),
-    "one Q stage": dict(q_stages=1, overlap=False),
+    "one Q stage": dict(q_stages=1),
     "three warpgroups": dict(block_m=192, warpgroups=3, kv_stages=2),
 }
 
@@ -124,7 +123,7 @@ def test_forward_schedules(name, causal, monkeypatch, poisoned):
 
 
 @pytest.mark.parametrize(
-    "options", [dict(early_dv=True), dict(q_stages=3), dict(do_stages=3), dict(block_m=64)], ids=str
+    "options", [dict(early_dv=True), dict(q_stages=3), dict(do_stages=3)], ids=str
 )
 @pytest.mark.parametrize("d", [64, 128])
 def test_backward_schedules(d, options, monkeypatch, poisoned):

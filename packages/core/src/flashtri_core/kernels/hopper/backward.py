@@ -199,13 +199,13 @@ def locate(turn, sizes, CU_Q, CU_K, USED_K, variant, args, C: gl.constexpr):
 
 
 @gluon.jit
-def first_block(z, h, q_row0, sizes, C: gl.constexpr):
+def first_block(z, h, q_row0, sizes, BLOCK_M: gl.constexpr, PACKED: gl.constexpr):
     """Number of the first BLOCK_M rows of head h among all blocks of the statistics and of the dQ accumulator.
 
     Dense: heads one after another, each padded to whole blocks. Packed: sequence z starts at block q_row0 // BLOCK_M + z.
     """
-    if C.packed:
-        block = h * sizes.q_blocks + q_row0 // C.block_m + z
+    if PACKED:
+        block = h * sizes.q_blocks + q_row0 // BLOCK_M + z
     else:
         block = (z * sizes.heads * sizes.group + h) * sizes.q_blocks
     return block
@@ -259,7 +259,7 @@ def producer(
         before = count
         for g in range(sizes.group):
             h = t.hk * sizes.group + g
-            block0 = first_block(t.z, h, t.q_row0, sizes, C)
+            block0 = first_block(t.z, h, t.q_row0, sizes, C.block_m, C.packed)
             for m in range(t.lo, t.hi):
                 row = t.q_row0 + m * C.block_m
                 load_q(q_desc, lse_desc, zb, h, row, block0 + m, count, tiles, bars, C)
@@ -342,7 +342,7 @@ def convert_dq(
     last = sizes.q_blocks - 1
     for g in range(sizes.group):
         h = hk * sizes.group + g
-        block0 = first_block(z, h, 0, sizes, C)
+        block0 = first_block(z, h, 0, sizes, C.block_m, C.packed)
         for m in range(0, sizes.q_blocks, 4):
             x0 = load_dq(DQ_ACC, block0 + m, WG, DQ_LAYOUT)
             x1 = load_dq(DQ_ACC, block0 + gl.minimum(m + 1, last), WG, DQ_LAYOUT)
@@ -503,7 +503,7 @@ def consumer(
                     named_barrier_wait(CLEARED, 128, 256)
         for g in range(sizes.group):
             h = t.hk * sizes.group + g
-            block0 = first_block(t.z, h, t.q_row0, sizes, C)
+            block0 = first_block(t.z, h, t.q_row0, sizes, C.block_m, C.packed)
             if C.edge_lo:
                 for m in range(t.lo, t.free_lo):
                     dk, dv = step(dk, dv, count, h, m, block0 + m, t, seen, unit_log2, variant, args, DQ_ACC, tiles, bars,

@@ -193,8 +193,8 @@ def consumer(
     first, free_lo, free_hi, last = key_blocks(start_m, C.block_m, Nq, Nk, variant, args, C)
     row0 = start_m + WG * HALF
     row = row0 + gl.arange(0, HALF, layout=gl.SliceLayout(1, S_LAYOUT))
-    # statistics come in blocks of stat_rows rows, numbered as the dK, dV kernel numbers them; a padded row reads +inf
-    at = first_block(z, h, q_row0, sizes, C).to(gl.int64) * C.block_stat + row
+    # statistics come in blocks of block_stat rows, numbered as the dK, dV kernel numbers them; a padded row reads +inf
+    at = first_block(z, h, q_row0, sizes, C.block_stat, C.packed).to(gl.int64) * C.block_stat + row
     lse_log2 = gl.load(LSE_LOG2 + at, mask=row < Nq, other=float("inf"))
     delta = gl.load(DELTA + at, mask=row < Nq, other=0.0)
     dq = gl.zeros([HALF, C.d], gl.float32, DQ_LAYOUT)

@@ -382,7 +382,7 @@ class Backward:
         if p.config.d > 128:
             dk, dv = (torch.empty_like(x) if y is None else y for x, y in ((k, dk), (v, dv)))
         if self.copy_do:
-            do = do.contiguous()
+            do = do.clone(memory_format=torch.contiguous_format)  # contiguous() keeps a dense tensor at a bad address
         rows = p.stat_blocks * p.config.block_m
         stats = lse.new_empty(rows), lse.new_empty(rows)
         acc = lse.new_empty(rows * p.config.d) if p.config.dq else None

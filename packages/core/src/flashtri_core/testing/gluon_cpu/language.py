@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import builtins
 import inspect
-import re
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,11 +17,10 @@ import triton.language as tl
 from triton.runtime.jit import JITFunction
 
 from ...kernels.hopper import backward, common, forward
-from . import values
+from . import assembly, values
 from .machine import (
     Barrier,
     Machine,
-    NamedBarrier,
     Product,
     Shared,
     Steps,
@@ -116,77 +114,6 @@ def warp_specialize(functions: Sequence[tuple[Any, Any]], warps: Sequence[int], 
             for i, barrier in enumerate(view.buffer.flat):
                 barrier.name = f"{name}[{i}]"
     yield from machine().split(functions, warps)
-
-
-def _registers(x: Any) -> Any:
-    """[64, N] accumulator -> [128 threads, N / 2 registers], as wgmma deals them out."""
-    groups = x.shape[1] // 8
-    return x.reshape(4, 2, 8, groups, 4, 2).transpose(0, 2, 4, 3, 1, 5).reshape(128, 4 * groups)
-
-
-_RED = re.compile(r"red\.relaxed\.gpu\.global\.add\.v4\.f32 \[\$(\d+)\+(\d+)\], \{\$(\d+),\$(\d+),\$(\d+),\$(\d+)\}")
-_HARMLESS = re.compile(r"[{}\s;]|\.reg [^;]*;|mov\.[bu]32 [\w$]+, [\w$]+;|or\.b32 [^;]*;|setp[^;]*;|@q nanosleep[^;]*;")
-
-
-def inline_asm_elementwise(
-    asm: str, constraints: str, args: Sequence[Value], dtype: Any, is_pure: bool, pack: int
-) -> Steps:
-    """The few instructions that kernels write themselves.
-
-    Raises:
-        EmulationError: any other.
-    """
-    me, x = Machine.now(), args[0]
-    if barrier := re.fullmatch(r"bar\.(sync|arrive) \$1, (\d+); mov\.b32 \$0, \$1;", asm):
-        if x.shape != (me.threads,):
-            raise EmulationError(f"{me.name} has {me.threads} threads, and {x.shape} of them reach a named barrier")
-        yield from _named_barrier(int(x.data[0]), int(barrier[2]), barrier[1] == "sync")
-    elif asm == "mov.b32 $0, 0;":
-        return Value(np.zeros(x.shape, np.int64), tl.int32)
-    elif asm == "tanh.approx.f32 $0, $1;":
-        return Value(np.tanh(x.data), tl.float32)
-    elif _HARMLESS.sub("", _RED.sub("", asm)) == "":
-        outputs = constraints.count("=")
-        operands = [_registers(np.broadcast_to(a.data, x.shape)) for a in args] if _RED.search(asm) else []
-        for base, displacement, *parts in (tuple(map(int, found)) for found in _RED.findall(asm)):
-            for first in range(0, operands[0].shape[1], pack):
-
-                def operand(number: int, first: int = first) -> Any:
-                    which, register = divmod(number - outputs, pack)
-                    return operands[which][:, first + register]
-
-                addresses = operand(base) + displacement
-                if (addresses % 16).any():
-                    raise EmulationError("a 16-byte reduction at an address that is no multiple of 16")
-                for i, part in enumerate(parts):
-                    _add(addresses + 4 * i, operand(part))
-    else:
-        raise EmulationError(f"inline assembly that is not emulated: {asm}")
-    return x
-
-
-def _named_barrier(number: int, threads: int, wait: bool) -> Steps:
-    me = Machine.now()
-    if not 0 <= number < 16:
-        raise EmulationError(f"named barrier {number}; there are 16")
-    barrier = me.block.named.setdefault(number, NamedBarrier())
-    opened = barrier.opened
-    barrier.arrive(me, threads)
-    yield from pause(
-        lambda: not wait or barrier.opened != opened, lambda: f"named barrier {number}, reached by {barrier.here}"
-    )
-
-
-MEMORIES: list[Memory] = []  # of the launch's arguments: assembly has addresses only
-
-
-def _add(addresses: Any, data: Any) -> None:
-    for memory in MEMORIES:
-        at = addresses - memory.address
-        if memory.dtype == tl.float32 and at.min() >= 0 and at.max() < memory.flat.nbytes:
-            np.add.at(memory.flat, at // 4, data)
-            return
-    raise EmulationError("a reduction outside every tensor")
 
 
 # ------------------------------------------------------------------------------------------------------------ Hopper
@@ -341,7 +268,7 @@ _LANGUAGE |= {
     "num_programs": lambda axis: Value(machine().grid if axis == 0 else 1, tl.int32),
     "static_range": lambda *bounds: range(*(int(bound) for bound in bounds)),
     "allocate_shared_memory": allocate, "warp_specialize": warp_specialize,
-    "inline_asm_elementwise": inline_asm_elementwise,
+    "inline_asm_elementwise": assembly.inline_asm_elementwise,
 }  # fmt: skip
 _LANGUAGE["math"] = Namespace("math", {"exp2": _LANGUAGE["exp2"], "log2": _LANGUAGE["log2"]})
 
@@ -428,7 +355,7 @@ class Translator:
             return Descriptor(x)
         if hasattr(x, "untyped_storage"):
             memory = Memory(x)
-            MEMORIES.append(memory)
+            assembly.MEMORIES.append(memory)
             return Pointer(memory, memory.first)
         if isinstance(x, tuple):
             parts = [self.argument(part, constant) for part in x]

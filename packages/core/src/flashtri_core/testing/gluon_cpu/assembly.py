@@ -1,0 +1,107 @@
+"""The inline assembly that kernels contain: named barriers, accesses to the dQ accumulator, and a few tricks for ptxas."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+
+from .machine import Machine, NamedBarrier, Steps, pause
+from .values import EmulationError, Memory, Value
+
+MEMORIES: list[Memory] = []  # of the launch's arguments: assembly has addresses only
+
+_BARRIER = re.compile(r"bar\.(sync|arrive) \$1, (\d+); mov\.b32 \$0, \$1")
+_ACCESS = re.compile(r"(@!?p )?(st|red)\.relaxed\.gpu\.global(?:\.add)?\.v4\.f32 \[\$(\d+)\+(\d+)\], \{([$\d,]+)\}")
+_LOAD = re.compile(r"ld\.relaxed\.gpu\.global\.v4\.f32 \{([$\d,]+)\}, \[\$(\d+)\+(\d+)\]")
+_PREDICATE = re.compile(r"setp\.ne\.s32 p, \$(\d+), 0")
+_WITHOUT_EFFECT = re.compile(r"\.reg .*|mov\.[bu]32 .*|or\.b32 .*|setp\.lt\.s32 q, t, 0|@q nanosleep\.u32 1|")
+
+
+def inline_asm_elementwise(
+    asm: str, constraints: str, args: Sequence[Value], dtype: Any, is_pure: bool, pack: int
+) -> Steps:
+    """Execute it.
+
+    Raises:
+        EmulationError: an instruction that is not one of these.
+    """
+    me, x = Machine.now(), args[0]
+    text = " ".join(asm.replace("{\n", "").replace("\n}", "").split()).removesuffix("}").rstrip("; ")
+    if barrier := _BARRIER.fullmatch(text):
+        if x.shape != (me.threads,):
+            raise EmulationError(f"{me.name} has {me.threads} threads, and {x.shape} of them reach a named barrier")
+        yield from named_barrier(int(x.data[0]), int(barrier[2]), barrier[1] == "sync")
+        return x
+    if text == "mov.b32 $0, 0":
+        return Value(np.zeros(x.shape, np.int64), tl.int32)
+    if text == "tanh.approx.f32 $0, $1":
+        return Value(np.tanh(x.data), tl.float32)
+    outputs = constraints.count("=")
+    results = np.zeros((128, outputs), np.float32)
+    operands: list[Any] = []
+    predicate: Any = None
+
+    def operand(number: str) -> Any:
+        if not operands:
+            operands.extend(registers(np.broadcast_to(arg.data, x.shape), pack) for arg in args)
+        which, register = divmod(int(number) - outputs, pack)
+        return operands[which][:, register]
+
+    for line in text.split("; "):
+        if found := _PREDICATE.fullmatch(line):
+            predicate = operand(found[1]) != 0
+        elif found := _ACCESS.fullmatch(line):
+            keep = slice(None) if not found[1] else predicate if "!" not in found[1] else ~predicate
+            for i, part in enumerate(found[5].split(",")):
+                memory, at = elements(operand(found[3])[keep] + int(found[4]), i)
+                if found[2] == "st":
+                    memory.flat[at] = operand(part[1:])[keep]
+                else:
+                    np.add.at(memory.flat, at, operand(part[1:])[keep])
+        elif found := _LOAD.fullmatch(line):
+            for i, part in enumerate(found[1].split(",")):
+                memory, at = elements(operand(found[2]) + int(found[3]), i)
+                results[:, int(part[1:])] = memory.flat[at]
+        elif not _WITHOUT_EFFECT.fullmatch(line):
+            raise EmulationError(f"inline assembly that is not emulated: {line}")
+    return Value(tile(results), tl.float32) if dtype == tl.float32 else x
+
+
+def registers(x: Any, pack: int) -> Any:
+    """[64, 64] accumulator -> [128 threads, 32 registers], as wgmma deals them out."""
+    if x.shape != (64, 64) or pack != 32:
+        raise EmulationError(f"assembly on {x.shape}, {pack} registers at a time")
+    return x.reshape(4, 2, 8, 8, 4, 2).transpose(0, 2, 4, 3, 1, 5).reshape(128, 32)
+
+
+def tile(x: Any) -> Any:
+    """The reverse of :func:`registers`."""
+    return x.reshape(4, 8, 4, 8, 2, 2).transpose(0, 4, 1, 3, 2, 5).reshape(64, 64)
+
+
+def elements(addresses: Any, number: int) -> tuple[Memory, Any]:
+    """The memory that 16-byte accesses go to, and which of its elements the ``number``-th of their four are."""
+    if (addresses % 16).any():
+        raise EmulationError("a 16-byte access at an address that is no multiple of 16")
+    for memory in MEMORIES:
+        at = (addresses - memory.address) // 4 + number
+        if memory.dtype == tl.float32 and (not at.size or (at.min() >= 0 and at.max() < memory.flat.size)):
+            return memory, at
+    raise EmulationError("an access outside every tensor")
+
+
+def named_barrier(number: int, threads: int, wait: bool) -> Steps:
+    """The running partition reaches one of the hardware's 16 barriers, and waits there or does not."""
+    me = Machine.now()
+    if not 0 <= number < 16:
+        raise EmulationError(f"named barrier {number}; there are 16")
+    barrier = me.block.named.setdefault(number, NamedBarrier())
+    opened = barrier.opened
+    barrier.arrive(me, threads)
+    yield from pause(
+        lambda: not wait or barrier.opened != opened, lambda: f"named barrier {number}, reached by {barrier.here}"
+    )
