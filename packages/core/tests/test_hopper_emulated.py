@@ -27,13 +27,13 @@ NAN = float("nan")
 
 
 def check(case, dtype=HALF, backward=True, deterministic=(False, True), seed=0, **emulation):
-    """Forward and every gradient, through both backward paths, within the budget."""
+    """Forward and every gradient, through both backward paths (above D = 128 there is one), within the budget."""
     given = cases.inputs(case, dtype)
     right, eager = cases.exact(given, torch.float64, backward), cases.exact(given, dtype, backward)
-    for path in deterministic if backward else (False,):
+    for path in deterministic if backward and max(case.d, case.dv or 0) <= 128 else (False,):
         with gluon_cpu.emulate(seed, **emulation) as emulator:
             got = cases.run(given, "hopper", backward, deterministic=path)
-        assert emulator.launches == (4 if backward else 1)
+        assert emulator.launches in ((4, 3) if backward else (1,))
         budget.check(got, right, eager)
 
 
@@ -44,18 +44,7 @@ def taken(case):
     return not refused and (case.dv or case.d) == case.d and case.d % 8 == 0
 
 
-#: One number too many is read from memory there, see the reason; the results are right.
-PAST_THE_END = pytest.mark.xfail(strict=False, reason="forward.find_tile reads seqused_k of a tile past the last")
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(c, id=c.name, marks=PAST_THE_END if c.used and not c.lengths else ())
-        for c in CASES.values()
-        if taken(c)
-    ],
-)
+@pytest.mark.parametrize("case", [pytest.param(c, id=c.name) for c in CASES.values() if taken(c)])
 def test_case(case, poisoned):
     """D = 32 to 64 and 96 to 128, in turns with the dtype."""
     number = zlib.crc32(case.name.encode())
@@ -70,16 +59,23 @@ def test_head_dims(d, causal, poisoned):
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize(("d", "dv"), [(136, 136), (192, 192), (256, 256), (192, 128)], ids=str)
-def test_wide_heads_forward(d, dv, causal, poisoned):
-    check(Case("wide", nq=200, nk=270, d=d, dv=dv, causal=causal), BFLOAT, backward=False, seed=d)
+def test_wide_heads(d, dv, causal, poisoned):
+    check(Case("wide", nq=200, nk=270, d=d, dv=dv, causal=causal), BFLOAT, seed=d)
+
+
+@pytest.mark.parametrize(
+    "name", ["alibi_causal", "sink", "softcap", "window", "seqused", "group_of_3", "ones_from_sum"]
+)
+def test_wide_heads_with_features(name, poisoned):
+    check(dataclasses.replace(CASES[name].grown(4), d=192), HALF, seed=len(name))
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("d", [64, 96, 128, 192, 256])
 def test_packed_head_dims(d, causal, poisoned):
-    """At D > 64 the dQ kernel read another block's statistics: it numbered them by its own rows, not by theirs."""
+    """At D = 96 and 128 the dQ kernel read other rows' statistics: it numbered their blocks by its own rows, not by theirs."""
     lengths = ((1, 5), (128, 128), (150, 130), (0, 3), (77, 0), (263, 300), (65, 129))
-    check(Case("packed", lengths=lengths, d=d, causal=causal, tail=(3, 5)), HALF, backward=d <= 128, seed=d)
+    check(Case("packed", lengths=lengths, d=d, causal=causal, tail=(3, 5)), HALF, seed=d)
 
 
 @pytest.mark.parametrize("layout", ["rows_first", "expanded", "offset", "padded", "columns", "ones"])
@@ -122,9 +118,7 @@ def test_forward_schedules(name, causal, monkeypatch, poisoned):
         check(Case("schedule", heads=(4, 2), nq=400, nk=330, d=64, causal=causal), HALF, backward=False, seed=seed)
 
 
-@pytest.mark.parametrize(
-    "options", [dict(early_dv=True), dict(q_stages=3), dict(do_stages=3)], ids=str
-)
+@pytest.mark.parametrize("options", [dict(early_dv=True), dict(q_stages=3), dict(do_stages=3)], ids=str)
 @pytest.mark.parametrize("d", [64, 128])
 def test_backward_schedules(d, options, monkeypatch, poisoned):
     tiles = launch_backward.tiles
@@ -132,7 +126,18 @@ def test_backward_schedules(d, options, monkeypatch, poisoned):
     check(Case("schedule", heads=(4, 2), nq=400, nk=330, d=d, causal=True), HALF)
 
 
+@pytest.mark.parametrize("d", [64, 80, 128])
+@pytest.mark.parametrize(("nq", "nk", "causal"), [(300, 400, False), (400, 300, False), (260, 400, True)])
+def test_one_block_per_head(nq, nk, causal, d, monkeypatch, poisoned):
+    tiles = launch_backward.tiles
+    monkeypatch.setattr(launch_backward, "tiles", lambda p, path: dataclasses.replace(tiles(p, False), whole_head=True))
+    check(Case("whole head", batch=2, heads=(4, 2), nq=nq, nk=nk, d=d, causal=causal), BFLOAT)
+
+
 # ------------------------------------------------------------------------------------------------- other memory
+PATHS = [(64, False), (64, True), (128, False), (128, True), (192, False)]  # head dimension, deterministic
+
+
 def packed(lengths, d=128, tail=0, dtype=HALF):
     generator = torch.Generator().manual_seed(7)
     cu = torch.tensor([0, *lengths]).cumsum(0).int()
@@ -147,9 +152,8 @@ def gradients(q, k, v, do, call, seed=0, deterministic=False):
         return [out.detach(), *torch.autograd.grad(out, leaves, do)]
 
 
-@pytest.mark.parametrize("deterministic", [False, True], ids=["fused", "split"])
+@pytest.mark.parametrize(("d", "deterministic"), PATHS)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("d", [64, 128])
 def test_nan_stays_in_its_sequence(d, causal, deterministic, poisoned):
     lengths = [60, 128, 1, 150, 0, 77]
     tensors, cu = packed(lengths, d, tail=3)
@@ -175,9 +179,7 @@ def test_nan_stays_in_its_sequence(d, causal, deterministic, poisoned):
         assert not y[cu[-1] :].any()
 
 
-@PAST_THE_END
-@pytest.mark.parametrize("deterministic", [False, True], ids=["fused", "split"])
-@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize(("d", "deterministic"), PATHS)
 def test_keys_past_those_in_use_are_not_looked_at(d, deterministic, poisoned):
     case = Case("seqused", batch=3, heads=(4, 2), nq=150, nk=300, d=d, used=(300, 139, 0), causal=True)
     given = cases.inputs(case, BFLOAT)

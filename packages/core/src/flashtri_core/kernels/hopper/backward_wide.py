@@ -86,7 +86,7 @@ def producer(
     count = 0
     for g in range(sizes.group):
         h = t.hk * sizes.group + g
-        block0 = first_block(t.z, h, t.q_row0, sizes, C)
+        block0 = first_block(t.z, h, t.q_row0, sizes, C.block_m, C.packed)
         for m in range(t.lo, t.hi):
             row = t.q_row0 + m * HALF
             load_step(q_descs, lse_desc, zb, h, row, block0 + m, count, tiles.q, tiles.lse, bars.q_full, bars.q_empty,
@@ -228,7 +228,7 @@ def consumer(
                 named_barrier_wait(CLEARED, 128, 256)
     for g in range(sizes.group):
         h = t.hk * sizes.group + g
-        block0 = first_block(t.z, h, t.q_row0, sizes, C)
+        block0 = first_block(t.z, h, t.q_row0, sizes, C.block_m, C.packed)
         if C.edge_lo:
             for m in range(t.lo, t.free_lo):
                 dk, dv = step(dk, dv, count, h, m, block0 + m, t, unit_log2, variant, args, DQ_ACC, tiles, bars, WG, True,

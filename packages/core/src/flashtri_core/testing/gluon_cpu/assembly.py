@@ -40,47 +40,50 @@ def inline_asm_elementwise(
         return Value(np.zeros(x.shape, np.int64), tl.int32)
     if text == "tanh.approx.f32 $0, $1":
         return Value(np.tanh(x.data), tl.float32)
-    outputs = constraints.count("=")
-    results = np.zeros((128, outputs), np.float32)
-    operands: list[Any] = []
-    predicate: Any = None
-
-    def operand(number: str) -> Any:
-        if not operands:
-            operands.extend(registers(np.broadcast_to(arg.data, x.shape), pack) for arg in args)
-        which, register = divmod(int(number) - outputs, pack)
-        return operands[which][:, register]
-
-    for line in text.split("; "):
-        if found := _PREDICATE.fullmatch(line):
-            predicate = operand(found[1]) != 0
-        elif found := _ACCESS.fullmatch(line):
-            keep = slice(None) if not found[1] else predicate if "!" not in found[1] else ~predicate
-            for i, part in enumerate(found[5].split(",")):
-                memory, at = elements(operand(found[3])[keep] + int(found[4]), i)
-                if found[2] == "st":
-                    memory.flat[at] = operand(part[1:])[keep]
-                else:
-                    np.add.at(memory.flat, at, operand(part[1:])[keep])
-        elif found := _LOAD.fullmatch(line):
-            for i, part in enumerate(found[1].split(",")):
-                memory, at = elements(operand(found[2]) + int(found[3]), i)
-                results[:, int(part[1:])] = memory.flat[at]
-        elif not _WITHOUT_EFFECT.fullmatch(line):
-            raise EmulationError(f"inline assembly that is not emulated: {line}")
+    lines, outputs = text.split("; "), constraints.count("=")
+    inputs = [registers(np.broadcast_to(arg.data, x.shape)) for arg in args]
+    results = np.zeros(inputs[0].shape, np.float32)
+    for first in range(0, results.shape[1], pack):
+        span = slice(first, first + pack)
+        operands = [None] * outputs + [register for each in inputs for register in each[:, span].T]
+        execute(lines, operands)
+        if dtype == tl.float32:
+            results[:, span] = np.stack(operands[:outputs], 1)
     return Value(tile(results), tl.float32) if dtype == tl.float32 else x
 
 
-def registers(x: Any, pack: int) -> Any:
-    """[64, 64] accumulator -> [128 threads, 32 registers], as wgmma deals them out."""
-    if x.shape != (64, 64) or pack != 32:
-        raise EmulationError(f"assembly on {x.shape}, {pack} registers at a time")
-    return x.reshape(4, 2, 8, 8, 4, 2).transpose(0, 2, 4, 3, 1, 5).reshape(128, 32)
+def execute(lines: Sequence[str], operands: list[Any]) -> None:
+    """Run instructions on operands, each an array over the warpgroup's 128 threads; loads fill theirs."""
+    predicate: Any = None
+    for line in lines:
+        if found := _PREDICATE.fullmatch(line):
+            predicate = operands[int(found[1])] != 0
+        elif found := _ACCESS.fullmatch(line):
+            keep = slice(None) if not found[1] else predicate if "!" not in found[1] else ~predicate
+            for i, part in enumerate(found[5].split(",")):
+                memory, at = elements(operands[int(found[3])][keep] + int(found[4]), i)
+                if found[2] == "st":
+                    memory.flat[at] = operands[int(part[1:])][keep]
+                else:
+                    np.add.at(memory.flat, at, operands[int(part[1:])][keep])
+        elif found := _LOAD.fullmatch(line):
+            for i, part in enumerate(found[1].split(",")):
+                memory, at = elements(operands[int(found[2])] + int(found[3]), i)
+                operands[int(part[1:])] = memory.flat[at]
+        elif not _WITHOUT_EFFECT.fullmatch(line):
+            raise EmulationError(f"inline assembly that is not emulated: {line}")
+
+
+def registers(x: Any) -> Any:
+    """[64, N] accumulator -> [128 threads, N / 2 registers], as wgmma deals them out."""
+    if x.ndim != 2 or x.shape[0] != 64 or x.shape[1] % 8:
+        raise EmulationError(f"assembly on a tile {x.shape}")
+    return x.reshape(4, 2, 8, -1, 4, 2).transpose(0, 2, 4, 3, 1, 5).reshape(128, -1)
 
 
 def tile(x: Any) -> Any:
     """The reverse of :func:`registers`."""
-    return x.reshape(4, 8, 4, 8, 2, 2).transpose(0, 4, 1, 3, 2, 5).reshape(64, 64)
+    return x.reshape(4, 8, 4, -1, 2, 2).transpose(0, 4, 1, 3, 2, 5).reshape(64, -1)
 
 
 def elements(addresses: Any, number: int) -> tuple[Memory, Any]:
