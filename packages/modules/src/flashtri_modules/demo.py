@@ -427,6 +427,8 @@ def main(arguments: list[str] | None = None) -> None:
     if "training" in parts:
         print(f"Training: a character model, on {where}", flush=True)
         size = GPU_SIZE if gpu else CPU_SIZE
+        if not gpu:
+            torch.set_num_threads(1)  # matrices this small: several threads wait for each other more than they compute
         training(device, size._replace(steps=options.steps or size.steps), options.seed, options.out)
     if "speed" in parts and gpu:
         print(f"Speed: on {where}", flush=True)
