@@ -571,6 +571,10 @@ def test_benchmark_filters(bench: tuple[Page, dict[str, Any]]) -> None:
     assert not page.is_visible("#bench-empty")
     assert not page.is_visible("[data-filter=dtype]")  # there is one
     assert shown() == grid("d128-causal")  # it opens on D = 128, causal, forward
+    offered = lambda name: page.locator(f"[data-filter={name}] option").all_inner_texts()
+    assert offered("mask") == ["all", "full", "causal"]
+    assert offered("op") == ["all", "forward", "backward", "forward and backward"]
+    assert offered("impl") == ["every peer", *(n for n in data["names"].values() if n not in ("flashtri", "absent"))]
     page.select_option("[data-filter=d]", "64")
     page.select_option("[data-filter=mask]", "full")
     assert shown() == grid("d64-full")

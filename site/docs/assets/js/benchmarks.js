@@ -8,7 +8,7 @@
   if (!rows.length) return;
 
   const OPS = { fwd: "forward", bwd: "backward", fwd_bwd: "forward and backward", step: "training step" };
-  const ALL = "", OURS = "flashtri";
+  const MASKS = ["full", "causal", "window"], ALL = "", OURS = "flashtri";
   const runOf = Object.fromEntries(runs.map((run) => [run.id, run]));
   for (const row of rows) row.gpu = runOf[row.run].environment.gpu;
   const ours = (impl) => impl.startsWith(OURS);
@@ -33,7 +33,8 @@
   const label = (name, value) => (name === "op" ? OPS[value] || value : name === "impl" ? names[value] : name === "d" ? `D = ${value}` : String(value));
   for (const [name, node] of Object.entries(select)) {
     let values = [...new Set(rows.map((row) => row[name]))].sort((a, b) => (typeof a === "number" ? a - b : String(a).localeCompare(b)));
-    if (name === "impl") values = Object.keys(names).filter((impl) => values.includes(impl) && !ours(impl));
+    const order = { impl: Object.keys(names).filter((impl) => !ours(impl)), op: Object.keys(OPS), mask: MASKS }[name];
+    if (order) values = order.filter((value) => values.includes(value));
     const offer = name === "gpu" || name === "dtype" ? values : [ALL, ...values]; // never two GPUs or formats in one chart
     node.replaceChildren(...offer.map((value) => new Option(value !== ALL ? label(name, value) : name === "impl" ? "every peer" : "all", value)));
     if (name === "dtype") node.parentElement.hidden = values.length < 2;
