@@ -1,7 +1,9 @@
-"""Every Python block of the documentation runs, page by page, in order, on a CPU."""
+"""Every Python block of the documentation runs, page by page, in order, on a CPU; so does every example of the API pages."""
 
 from __future__ import annotations
 
+import doctest
+import importlib
 import os
 import re
 import subprocess
@@ -13,6 +15,7 @@ import pytest
 import torch
 
 DOCS = Path(__file__).parents[1] / "docs"
+ROOT = DOCS.parents[1]
 FENCE = re.compile(r"^( *)```python\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 
 
@@ -22,15 +25,17 @@ def blocks(page: Path) -> list[str]:
     return [block for block in found if "--8<--" not in block]
 
 
-PAGES = [page for page in sorted(DOCS.rglob("*.md")) if blocks(page)]
+PAGES = [page for page in (ROOT / "README.md", *sorted(DOCS.rglob("*.md"))) if blocks(page)]
+SOURCES = [path for path in sorted(ROOT.glob("packages/*/src/**/*.py")) if ">>> " in path.read_text()]
 
 
 def test_pages_with_code_are_found() -> None:
-    assert len(PAGES) >= 14
+    assert len(PAGES) >= 15
+    assert len(SOURCES) >= 4
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(DOCS)))
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_blocks_run(page: Path) -> None:
     torch.manual_seed(0)
     names: dict[str, Any] = {"__name__": "docs"}
@@ -38,6 +43,15 @@ def test_blocks_run(page: Path) -> None:
         if "from transformers import" in block:
             pytest.importorskip("transformers", reason="needs transformers")
         exec(compile(block, str(page), "exec"), names)
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda p: p.stem)
+def test_examples_in_docstrings_run(source: Path) -> None:
+    name = ".".join(source.relative_to(ROOT).with_suffix("").parts[3:])
+    module = importlib.import_module(name)
+    failed, tried = doctest.testmod(module, extraglobs={"torch": torch})
+    assert tried > 0
+    assert failed == 0
 
 
 @pytest.mark.interpreter
