@@ -175,7 +175,7 @@
     document.getElementById("bench-count").textContent = `${shown.length} of ${rows.length} rows`;
     document.querySelector("#bench-table tbody").replaceChildren(...shown.map((r) => {
       const line = document.createElement("tr");
-      const cells = [r.case, OPS[r.op] || r.op, names[r.impl], r.dtype, result[r.metric](r), r.ratio ? `${r.ratio.toFixed(2)}× as fast` : "", r.limit ? `${percent(r.limit)} ${CEILING[r.ceiling]}` : ""];
+      const cells = [r.case, names[r.impl], result[r.metric](r), r.ratio ? `${r.ratio.toFixed(2)}× as fast` : "", r.limit ? `${percent(r.limit)} ${CEILING[r.ceiling]}` : "", OPS[r.op] || r.op, r.dtype];
       line.append(...cells.map((text) => make("td", text)));
       return line;
     }));
