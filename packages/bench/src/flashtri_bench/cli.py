@@ -1,4 +1,4 @@
-"""`flashtri-bench run | report | compare | validate | merge`."""
+"""`flashtri-bench run | report | compare | validate | merge | sweep`."""
 
 from __future__ import annotations
 
@@ -48,6 +48,16 @@ def _parser() -> argparse.ArgumentParser:
 
     validated = commands.add_parser("validate", help="may this file be committed?")
     validated.add_argument("file", type=Path, nargs="?")
+
+    swept = commands.add_parser("sweep", help="time candidates for the Hopper kernels' tables beside the shipped ones")
+    swept.add_argument(
+        "candidates", nargs="*", metavar="NAME:FIELD=VALUE,...", help="changes to the shipped configuration"
+    )
+    swept.add_argument("--op", choices=("fwd", "bwd"), default="fwd")
+    swept.add_argument("--suite", type=_names, default=("grid",), help=f"some of {', '.join(SUITES)}")
+    swept.add_argument("--cases", type=_names, default=(), help="only cases whose id contains one of these")
+    swept.add_argument("--peers", type=_names, default=("torch-cudnn",), help="other implementations beside them")
+    swept.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16")
 
     merged = commands.add_parser("merge", help="rows of a file from another machine into the committed one")
     merged.add_argument("source", type=Path)
@@ -174,6 +184,19 @@ def _merge(args: argparse.Namespace) -> int:
     return 0
 
 
+def _sweep(args: argparse.Namespace) -> int:
+    from .sweep import Candidate, sweep, table
+
+    candidates = [Candidate.parse(text) for text in args.candidates]
+    device = _device("cuda")
+    rows = {}
+    for case in select(args.suite, args.cases):
+        rows[case.id] = sweep(case.id, args.op, candidates, args.peers, args.dtype, device)
+        print(table({case.id: rows[case.id]}), flush=True)
+    print(table(rows))
+    return 0
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.
 
@@ -184,7 +207,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         Exit status: 0 for good, 1 for a finding, 2 for a wrong argument.
     """
     args = _parser().parse_args(argv)
-    commands = {"run": _run, "report": _report, "compare": _compare, "validate": _validate, "merge": _merge}
+    commands = {
+        "run": _run, "report": _report, "compare": _compare, "validate": _validate, "merge": _merge, "sweep": _sweep
+    }  # fmt: skip
     try:
         return commands[args.command](args)
     except (ValueError, OSError) as error:
