@@ -317,3 +317,20 @@ def test_the_first_call_is_like_the_second(lane, monkeypatch):
         given = cases.inputs(Case("cold", heads=(2, 1), nq=nq, nk=nq, d=16, causal=True), lane.dtype, lane.device)
         first, second = lane.run(given), lane.run(given)
         assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize(
+    ("shape", "batch", "share"),
+    [
+        ((1, 4, 64, 64), 1, 1), ((2, 4, 64, 64), 2, 1), ((1, 4, 64, 64), 2, 2), ((1, 4, 64, 64), 3, None),
+        ((2, 1, 64, 64), 2, None), ((2, 4, 1, 64), 2, None), ((2, 4, 64, 1), 2, None),
+    ],
+)  # fmt: skip
+def test_dbias_comes_with_dq_where_one_program_owns_its_tiles(shape, batch, share):
+    pytest.importorskip("triton", reason="Triton exists on Linux only")
+    from flashtri_core.kernels.launch import batch_entries_of_one_program
+
+    problem = Problem(batch, 4, 4, 64, 64, 64, 64, torch.bfloat16, 0.1, total_q=64, total_k=64, bias=True)
+    hopper = Target(90, SHARED_MEMORY[90])
+    assert batch_entries_of_one_program(problem, torch.empty(shape), hopper) == share
+    assert batch_entries_of_one_program(problem, torch.empty(shape), Target(80, SHARED_MEMORY[80])) is None

@@ -17,7 +17,7 @@ from typing import Any
 from .problem import Problem
 from .target import Target
 
-KERNELS = ("fwd", "dkdv", "dq", "dbias")
+KERNELS = ("fwd", "dkdv", "dq", "dbias")  # a table may also name "dq_dbias": the dQ kernel where it gives dBias as well
 L2_BYTES = 8 << 20  # K and V of the heads that run side by side; measured best among 2..32 MB on an H200 (50 MB of L2)
 
 

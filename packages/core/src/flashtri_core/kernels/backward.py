@@ -10,6 +10,7 @@ program ever adds to memory that another one writes: no atomics, and bitwise equ
 from __future__ import annotations
 
 from .._jit import jit, tl
+from ..variants.attn_bias import tile_pointers
 from ..variants.attn_mask import any_visible
 from .forward import masked_scores
 from .schedule import block_bounds, dense_tile, packed_tile, span_of
@@ -123,48 +124,67 @@ def attn_bwd_dkdv_kernel(
 # --8<-- [start:bwd-dq]
 @jit(do_not_specialize=["Nq", "Nk", "blocks", "batch_heads", "head_group"])
 def attn_bwd_dq_kernel(
-    Q, K, V, DO, LSE, DELTA, DQ, stride_q, stride_k, stride_v, stride_do, stride_dq, stride_lse,
+    Q, K, V, DO, LSE, DELTA, DQ, dbias, stride_q, stride_k, stride_v, stride_do, stride_dq, stride_lse,
     CU_Q, CU_K, USED_K, variant, args, mask, unit_log2, softmax_scale, heads, group, Nq, Nk, blocks, batch_heads,
     head_group, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT_EDGE: tl.constexpr, HAS_MASK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT_EDGE: tl.constexpr, SHARE: tl.constexpr,
+    WITH_DBIAS: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
+    """dQ, and dBias (given as ``attn_bias.pointer_args``) where its tiles belong to this program's SHARE batch entries."""
     if CU_Q is None:
         zh, start_m = dense_tile(tl.program_id(0), blocks, batch_heads, head_group, BLOCK_M, True)
-        z, h = zh // heads, zh % heads
+        z, h = zh // heads * SHARE, zh % heads
     else:
         h, z, start_m = packed_tile(tl.program_id(0), blocks, batch_heads, CU_Q, BLOCK_M, True)
     q_row0, Nq, q_used = span_of(CU_Q, None, z, Nq)
-    k_row0, k_rows, Nk = span_of(CU_K, USED_K, z, Nk)
     if start_m >= Nq:
         return
-    zb = z if CU_Q is None else z * 0
     offs_m = start_m + tl.arange(0, BLOCK_M)
-    q = load_rows(head_base(Q, stride_q, zb, h, q_row0), stride_q, start_m, Nq, HEAD_DIM, BLOCK_M, BLOCK_D, True)
-    do = load_rows(head_base(DO, stride_do, zb, h, q_row0), stride_do, start_m, Nq, HEAD_DIM_V, BLOCK_M, BLOCK_DV, True)
-    rows = zb.to(tl.int64) * stride_lse[0] + h.to(tl.int64) * stride_lse[1] + q_row0 + offs_m
-    lse_log2 = pivot_of(tl.load(LSE + rows, mask=offs_m < Nq, other=float("inf")))
-    delta = tl.load(DELTA + rows, mask=offs_m < Nq, other=0.0)
-    k_base = head_base(K, stride_k, zb, h // group, k_row0)
-    v_base = head_base(V, stride_v, zb, h // group, k_row0)
-    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for part in tl.static_range(SHARE):
+        zi = z + part
+        zb = zi if CU_Q is None else zi * 0
+        k_row0, k_rows, nk = span_of(CU_K, USED_K, zi, Nk)
+        q = load_rows(head_base(Q, stride_q, zb, h, q_row0), stride_q, start_m, Nq, HEAD_DIM, BLOCK_M, BLOCK_D, True)
+        do = load_rows(head_base(DO, stride_do, zb, h, q_row0), stride_do, start_m, Nq, HEAD_DIM_V, BLOCK_M, BLOCK_DV, True)
+        rows = zb.to(tl.int64) * stride_lse[0] + h.to(tl.int64) * stride_lse[1] + q_row0 + offs_m
+        lse_log2 = pivot_of(tl.load(LSE + rows, mask=offs_m < Nq, other=float("inf")))
+        delta = tl.load(DELTA + rows, mask=offs_m < Nq, other=0.0)
+        k_base = head_base(K, stride_k, zb, h // group, k_row0)
+        v_base = head_base(V, stride_v, zb, h // group, k_row0)
+        dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
-    lo, full_lo, full_hi, hi = variant.kv_range(start_m, tl.minimum(start_m + BLOCK_M, Nq), Nq, Nk, args.mask)
-    lo, full_lo, full_hi, hi = block_bounds(lo, full_lo, full_hi, hi, BLOCK_N)
-    for span in tl.static_range(0 if LEFT_EDGE else 1, 3):
-        first = lo if span == 0 else (full_lo if span == 1 else full_hi)
-        last = full_lo if span == 0 else (full_hi if span == 1 else hi)
-        for start_n in range(first, last, BLOCK_N):
-            if not HAS_MASK or any_visible(z, h, start_m, start_n, mask):
-                offs_n = start_n + tl.arange(0, BLOCK_N)
-                k = load_rows(k_base, stride_k, start_n, Nk, HEAD_DIM, BLOCK_N, BLOCK_D, span != 1)
-                v = load_rows(v_base, stride_v, start_n, Nk, HEAD_DIM_V, BLOCK_N, BLOCK_DV, span != 1)
-                p, ds, dqk = p_and_ds(
-                    tl.dot(q, tl.trans(k)), tl.dot(do, tl.trans(v)), lse_log2[:, None], delta[:, None],
-                    z, h, start_m, start_n, offs_m[:, None], offs_n[None, :], Nq, Nk,
-                    variant, args, mask, unit_log2, span != 1, span != 1, HAS_MASK,
-                )  # fmt: skip
-                dq = tl.dot(dqk.to(k.dtype), k, dq)
-    store_rows(head_base(DQ, stride_dq, zb, h, q_row0), stride_dq, start_m, Nq, dq * softmax_scale, HEAD_DIM, BLOCK_M, BLOCK_D)
+        lo, full_lo, full_hi, hi = variant.kv_range(start_m, tl.minimum(start_m + BLOCK_M, Nq), Nq, nk, args.mask)
+        lo, full_lo, full_hi, hi = block_bounds(lo, full_lo, full_hi, hi, BLOCK_N)
+        for span in tl.static_range(0 if LEFT_EDGE else 1, 3):
+            first = lo if span == 0 else (full_lo if span == 1 else full_hi)
+            last = full_lo if span == 0 else (full_hi if span == 1 else hi)
+            for start_n in range(first, last, BLOCK_N):
+                if not HAS_MASK or any_visible(zi, h, start_m, start_n, mask):
+                    offs_n = start_n + tl.arange(0, BLOCK_N)
+                    k = load_rows(k_base, stride_k, start_n, nk, HEAD_DIM, BLOCK_N, BLOCK_D, span != 1)
+                    v = load_rows(v_base, stride_v, start_n, nk, HEAD_DIM_V, BLOCK_N, BLOCK_DV, span != 1)
+                    p, ds, dqk = p_and_ds(
+                        tl.dot(q, tl.trans(k)), tl.dot(do, tl.trans(v)), lse_log2[:, None], delta[:, None],
+                        zi, h, start_m, start_n, offs_m[:, None], offs_n[None, :], Nq, nk,
+                        variant, args, mask, unit_log2, span != 1, span != 1, HAS_MASK,
+                    )  # fmt: skip
+                    dq = tl.dot(dqk.to(k.dtype), k, dq)
+                    if WITH_DBIAS:
+                        add_dbias(dbias, ds, z // SHARE, h, offs_m[:, None], offs_n[None, :], Nq, nk, part > 0, SHARE)
+        dq *= softmax_scale
+        store_rows(head_base(DQ, stride_dq, zb, h, q_row0), stride_dq, start_m, Nq, dq, HEAD_DIM, BLOCK_M, BLOCK_D)
+        if SHARE > 1:
+            tl.debug_barrier()  # what this program's threads stored of dBias is there before any of them adds to it
+
+
+@jit
+def add_dbias(dbias, ds, z, h, i, j, Nq, Nk, again, SHARE: tl.constexpr):
+    """A tile of dBias: stored by the first of the batch entries that share it, added to by the next ones in turn."""
+    ptrs = tile_pointers(z, h, i, j, dbias)
+    there = (i < Nq) & (j < Nk)
+    if SHARE > 1:
+        ds += tl.load(ptrs, mask=there & again, other=0.0).to(tl.float32)
+    tl.store(ptrs, ds.to(dbias[0].dtype.element_ty), mask=there)
 
 
 # --8<-- [end:bwd-dq]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from .._jit import INTERPRETED
 from ..problem import Extras, Problem
 from ..target import Target, target_of
 from ..tuning import Config, block_of, blocks_of, choose, head_group
-from ..variants import MASKS, assemble, attn_mask, sink
+from ..variants import MASKS, assemble, attn_bias, attn_mask, sink
 from .backward import attn_bwd_dbias_kernel, attn_bwd_delta_kernel, attn_bwd_dkdv_kernel, attn_bwd_dq_kernel
 from .forward import attn_fwd_kernel
 from .quick import QuickLaunch
@@ -89,11 +90,16 @@ class _Plan:
         """(cu_seqlens_q, cu_seqlens_k, seqused_k, variant, its arguments, mask arguments, unit_log2)."""
         return (extras.cu_seqlens_q, extras.cu_seqlens_k, extras.seqused_k, *(self._fixed or self._assemble(extras)))
 
-    def launch(self, kernel: Any, name: str, heads: int, rows: int, total: int, by_keys: bool, *flags: Any) -> Any:
-        """A Launch over query or key tiles, and the schedule arguments that end its runtime arguments."""
+    def launch(
+        self, kernel: Any, name: str, heads: int, rows: int, total: int, by_keys: bool, *flags: Any, of: Problem | None = None
+    ) -> Any:
+        """A Launch over query or key tiles, and the schedule arguments that end its runtime arguments.
+
+        ``of`` is the problem whose tiles the grid counts, where that is another than the plan's.
+        """
         problem, config = self.problem, choose(name, self.problem, self.target)
         block = config.BLOCK_N if by_keys else config.BLOCK_M
-        blocks, batch_heads, programs = blocks_and_programs(problem, heads, rows, total, block)
+        blocks, batch_heads, programs = blocks_and_programs(of or problem, heads, rows, total, block)
         constexprs = (*self.dims, config.BLOCK_M, config.BLOCK_N, *flags, problem.mask)
         tail = (heads, self.group, problem.seqlen_q, problem.seqlen_k, blocks, batch_heads, self.together)
         return Launch(kernel, programs, constexprs, config, self.device), tail
@@ -134,6 +140,29 @@ class Delta:
         return delta
 
 
+#: Batch entries that one program of the dQ kernel may take in turn for the sake of the bias gradient that they share: the
+#: 16-bit sum over more of them would round too often, and programs would get scarce.
+MOST_ENTRIES = 2
+
+
+def batch_entries_of_one_program(problem: Problem, dbias: Tensor, target: Target) -> int | None:
+    """How many batch entries a program of the dQ kernel takes so that it owns its tiles of dBias; None where it does not.
+
+    Then S, P and dP are not computed a third time. A bias that is shared by heads, rows or columns, or by many batch
+    entries, has a kernel of its own, and so it is on devices whose table names no tiles for "dq_dbias".
+    """
+    bz, *rest = dbias.shape
+    share = 1 if bz == problem.batch else problem.batch
+    own = (*rest,) == (problem.heads_q, problem.seqlen_q, problem.seqlen_k)
+    if not own or share > MOST_ENTRIES or problem.varlen:
+        return None
+    try:
+        choose("dq_dbias", problem, target)
+    except NotImplementedError:
+        return None
+    return share
+
+
 class Backward(_Plan):
     """Plan of the split backward. Deterministic: every value of every gradient has one owner."""
 
@@ -153,12 +182,18 @@ class Backward(_Plan):
                 attn_bwd_dkdv_kernel, "dkdv", problem.heads_k, problem.seqlen_k, problem.total_k, True, *edges
             )
             self.dkdv_strides, self.dkdv_tail = (strides(dk), strides(dv)), (scale, *tail)
+        share = None if dq is None or dbias is None else batch_entries_of_one_program(problem, dbias, self.target)
+        self.dbias_with_dq = share is not None
+        self.all_tiles = problem.mask_kind == "full" and not problem.mask and not problem.seqused
         if dq is not None:
+            shared = problem if share is None else replace(problem, batch=problem.batch // share)
+            name = "dq" if share is None else "dq_dbias"
             self.dq, tail = self.launch(
-                attn_bwd_dq_kernel, "dq", problem.heads_q, problem.seqlen_q, problem.total_q, False, mask.KV_LEFT_EDGE
-            )
+                attn_bwd_dq_kernel, name, problem.heads_q, problem.seqlen_q, problem.total_q, False, mask.KV_LEFT_EDGE,
+                share or 1, self.dbias_with_dq, of=shared,
+            )  # fmt: skip
             self.dq_strides, self.dq_tail = strides(dq), (scale, *tail)
-        if dbias is not None:
+        if dbias is not None and not self.dbias_with_dq:
             self._plan_dbias(dbias)
 
     def _plan_dbias(self, dbias: Tensor) -> None:
@@ -188,7 +223,11 @@ class Backward(_Plan):
         inputs = (q, k, v, do, lse, delta)
         if dk is not None:
             self.dkdv(*inputs, dk, dv, *self.inputs, *self.dkdv_strides, self.lse, *hooks, *self.dkdv_tail)
+        bias = dbias if self.dbias_with_dq else None
+        if bias is not None and not self.all_tiles:
+            bias.zero_()  # tiles that nobody visits
         if dq is not None:
-            self.dq(*inputs, dq, *self.inputs, self.dq_strides, self.lse, *hooks, *self.dq_tail)
-        if dbias is not None:
+            bias_args = () if bias is None else attn_bias.pointer_args(bias)
+            self.dq(*inputs, dq, bias_args, *self.inputs, self.dq_strides, self.lse, *hooks, *self.dq_tail)
+        if dbias is not None and bias is None:
             self.dbias(*inputs, dbias, *self.inputs, self.lse, dbias.stride(), *hooks, *self.dbias_tail)

@@ -345,6 +345,8 @@ _FEATURES = (
     Case("sink_dead_rows", sink=True, causal=True, nq=60, nk=30),
     Case("bias_all_axes", batch=2, bias="bhqk", causal=True),
     Case("bias_shared_by_batch", batch=2, bias="1hqk"),
+    Case("bias_shared_windowed", batch=2, bias="1hqk", window=(8, 2), nq=70, nk=90),
+    Case("bias_shared_by_three", batch=3, bias="1hqk", used=(40, 17, 3)),
     Case("bias_shared_by_heads", batch=2, bias="b1qk"),
     Case("bias_shared_by_all", batch=2, bias="qk", window=(20, 20)),
     Case("bias_of_keys", batch=2, bias="b11k"),
