@@ -89,7 +89,9 @@ def test_scratch_memory_is_linear():
 def test_whole_head_refuses_what_it_would_get_wrong():
     p = problem(*dense())
     assert hopper.plan(p, True, hopper.whole_head(p)).grid == 2 * 2
-    for bad in (dict(window_left=100), dict(seqused=True), dict(causal=True, seqlen_q=257)):
+    capped = dict(softcap=5.0, head_dim=64, head_dim_v=64)  # its tiles have 64 rows, where a dQ tile has 128
+    wide = dict(head_dim=256, head_dim_v=256)
+    for bad in (dict(window_left=100), dict(seqused=True), dict(causal=True, seqlen_q=257), capped, wide):
         assert hopper.whole_head_reason(dataclasses.replace(p, **bad))
         with pytest.raises(ValueError, match="whole_head"):
             hopper.plan(dataclasses.replace(p, **bad), True, hopper.whole_head(p))

@@ -122,7 +122,9 @@ def test_forward_schedules(name, causal, monkeypatch, poisoned):
 @pytest.mark.parametrize("d", [64, 128])
 def test_backward_schedules(d, options, monkeypatch, poisoned):
     tiles = launch_backward.tiles
-    monkeypatch.setattr(launch_backward, "tiles", lambda p, path: dataclasses.replace(tiles(p, path), **options))
+    monkeypatch.setattr(
+        launch_backward, "tiles", lambda p, deterministic: dataclasses.replace(tiles(p, deterministic), **options)
+    )
     check(Case("schedule", heads=(4, 2), nq=400, nk=330, d=d, causal=True), HALF)
 
 
@@ -130,7 +132,9 @@ def test_backward_schedules(d, options, monkeypatch, poisoned):
 @pytest.mark.parametrize(("nq", "nk", "causal"), [(300, 400, False), (400, 300, False), (260, 400, True)])
 def test_one_block_per_head(nq, nk, causal, d, monkeypatch, poisoned):
     tiles = launch_backward.tiles
-    monkeypatch.setattr(launch_backward, "tiles", lambda p, path: dataclasses.replace(tiles(p, False), whole_head=True))
+    monkeypatch.setattr(
+        launch_backward, "tiles", lambda p, deterministic: dataclasses.replace(tiles(p, False), whole_head=True)
+    )
     check(Case("whole head", heads=(2, 1), nq=nq, nk=nk, d=d, causal=causal), BFLOAT)
 
 

@@ -89,6 +89,8 @@ def whole_head_reason(problem: Problem) -> str:
     """
     if problem.varlen or problem.seqused or problem.mask_kind not in ("full", "causal"):
         return "whole_head takes dense full and causal attention"
+    if width(problem) == 256 or not tiles(problem, deterministic=False).dq:
+        return "whole_head takes head dimensions up to 128, and 64 not with a softcap, whose tiles leave dQ out"
     if problem.causal and problem.seqlen_q > problem.seqlen_k:
         return "whole_head takes causal attention with no more queries than keys"
     return ""

@@ -10,6 +10,7 @@ import builtins
 import inspect
 import types
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -300,8 +301,20 @@ class _Calls(ast.NodeTransformer):
         return ast.YieldFrom(node)
 
 
+@cache
+def _compiled(jit: Any, old: str, new: str) -> types.CodeType:
+    """A module that defines the function, ``old`` replaced by ``new``, with the file's own line numbers."""
+    if old and jit.src.count(old) != 1:
+        raise ValueError(f"{jit.fn.__name__} has {old!r} {jit.src.count(old)} times")
+    tree = _Calls().visit(ast.parse(jit.src.replace(old, new) if old else jit.src))
+    lines = inspect.getsourcelines(jit.fn)[0]
+    above = next(i for i, line in enumerate(lines) if line.lstrip().startswith("def "))
+    ast.increment_lineno(ast.fix_missing_locations(tree), jit.fn.__code__.co_firstlineno + above - 1)
+    return compile(tree, jit.fn.__code__.co_filename, "exec")
+
+
 class Translator:
-    """Makes plain functions of jit functions, each once. ``edits``: function name -> (text, what stands there instead)."""
+    """Makes generators of jit functions, each once. ``edits``: function name -> (text, what stands there instead)."""
 
     def __init__(self, edits: Edits) -> None:
         self.edits = edits
@@ -309,18 +322,12 @@ class Translator:
         self.modules: dict[int, dict[str, Any]] = {}
 
     def function(self, jit: Any) -> Callable[..., Any]:
-        """The plain function, which is a generator; raises if an edit's text does not occur exactly once."""
+        """The function; raises if an edit's text does not occur exactly once."""
         if id(jit) not in self.made:
-            name, code = jit.fn.__name__, jit.fn.__code__
-            old, new = self.edits.get(f"{jit.fn.__module__.rpartition('.')[2]}.{name}", ("", ""))
-            if old and jit.src.count(old) != 1:
-                raise ValueError(f"{name} has {old!r} {jit.src.count(old)} times")
-            tree = _Calls().visit(ast.parse(jit.src.replace(old, new) if old else jit.src))
-            lines = inspect.getsourcelines(jit.fn)[0]
-            above = next(i for i, line in enumerate(lines) if line.lstrip().startswith("def "))
-            ast.increment_lineno(ast.fix_missing_locations(tree), code.co_firstlineno + above - 1)
+            name = jit.fn.__name__
+            edit = self.edits.get(f"{jit.fn.__module__.rpartition('.')[2]}.{name}", ("", ""))
             made: dict[str, Any] = {}
-            exec(compile(tree, code.co_filename, "exec"), self.globals_of(jit.fn), made)
+            exec(_compiled(jit, *edit), self.globals_of(jit.fn), made)
             self.made[id(jit)] = made[name]
         return self.made[id(jit)]
 

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from .values import GARBAGE, EmulationError, Value, array_type, bytes_of, rounded
+from .values import GARBAGE, EmulationError, Value, array_type, bytes_of, is_float, rounded
 
 SHARED_BYTES = 232448
 
@@ -106,7 +106,7 @@ class Buffer:
         self.reading: list[Shared] = []
         self.flat: Any = np.empty(size, object)
         if not barriers:
-            self.flat = np.full(size, np.nan if dtype.is_floating() else GARBAGE, array_type(dtype))
+            self.flat = np.full(size, np.nan if is_float(dtype) else GARBAGE, array_type(dtype))
 
 
 class Shared:
@@ -335,6 +335,10 @@ class Machine:
     def load(self, barrier: Barrier, destination: Shared, data: Any) -> Steps:
         """``data`` lands later, and the barrier hears of it."""
         destination.check_write("TMA load")
+        if destination.buffer.unfenced[destination.at].any():
+            raise EmulationError(
+                f"a TMA load overwrites {destination.buffer.name}, stored to without fence_async_shared"
+            )
         buffer, block = destination.buffer, self.now().block
         buffer.flat[destination.at] = np.nan
         buffer.loading.append(destination)
@@ -343,7 +347,6 @@ class Machine:
         def land() -> None:
             buffer.flat[destination.at] = rounded(data, buffer.dtype)
             forget(buffer.loading, destination)
-            buffer.unfenced[destination.at] = False
             block.landings -= 1
             barrier.land(destination.at.size * bytes_of(buffer.dtype))
 

@@ -29,11 +29,17 @@ _STORAGE = {  # numpy type in memory; bfloat16 has none and is kept as bits
     torch.float32: (tl.float32, np.float32), torch.int32: (tl.int32, np.int32), torch.int64: (tl.int64, np.int64),
 }  # fmt: skip
 _RANK = {tl.int1: 0, tl.int8: 1, tl.int32: 2, tl.int64: 3, tl.float16: 4, tl.bfloat16: 4, tl.float32: 5}
+_ARRAY = {dtype: np.float32 if rank > 3 else np.int64 if rank else np.bool_ for dtype, rank in _RANK.items()}
 
 
 def array_type(dtype: Any) -> Any:
     """numpy type that holds values of a Triton dtype here."""
-    return np.float32 if dtype.is_floating() else np.bool_ if dtype == tl.int1 else np.int64
+    return _ARRAY[dtype]
+
+
+def is_float(dtype: Any) -> bool:
+    """Whether a Triton dtype is a float; its own method is slow."""
+    return _RANK[dtype] > 3
 
 
 def bytes_of(dtype: Any) -> int:
@@ -60,22 +66,24 @@ def rounded(x: Any, dtype: Any) -> Any:
         EmulationError: an integer that does not fit.
     """
     x = np.asarray(x)
-    if dtype == tl.float16:
+    if dtype is tl.float16:
         return x.astype(np.float16).astype(np.float32)
-    if dtype == tl.bfloat16:
+    if dtype is tl.bfloat16:
         return from_bf16_bits(to_bf16_bits(x.astype(np.float32, copy=False)))
-    if dtype == tl.int32 and x.size and (x.min() < GARBAGE or x.max() >= 1 << 31):
-        raise EmulationError(f"int32 overflow: {x.min()} .. {x.max()}")
+    if dtype is tl.int32 and x.size:
+        low, high = (x.min(), x.max()) if x.ndim else (x[()], x[()])
+        if low < GARBAGE or high >= 1 << 31:
+            raise EmulationError(f"int32 overflow: {low} .. {high}")
     return x.astype(array_type(dtype), copy=False)
 
 
 def _dtype_of(a: Any, b: Any) -> Any:
     """Result dtype of two operands; a Python number adapts to the other one."""
     if not isinstance(b, Value):
-        if isinstance(b, bool) or (isinstance(b, int) and a.dtype != tl.int1):
-            return a.dtype if not isinstance(b, int) or abs(b) < 1 << 31 or a.dtype.is_floating() else tl.int64
-        return a.dtype if a.dtype.is_floating() else tl.float32 if isinstance(b, float) else tl.int32
-    if _RANK[a.dtype] == 4 and _RANK[b.dtype] == 4 and a.dtype != b.dtype:
+        if isinstance(b, bool) or (isinstance(b, int) and a.dtype is not tl.int1):
+            return a.dtype if not isinstance(b, int) or abs(b) < 1 << 31 or is_float(a.dtype) else tl.int64
+        return a.dtype if is_float(a.dtype) else tl.float32 if isinstance(b, float) else tl.int32
+    if _RANK[a.dtype] == 4 and _RANK[b.dtype] == 4 and a.dtype is not b.dtype:
         return tl.float32
     return max(a.dtype, b.dtype, key=lambda dtype: _RANK[dtype])
 
@@ -172,7 +180,7 @@ def _quotient(x: Any, y: Any) -> Any:
 
 def _true_divide(a: Any, b: Any) -> Value:
     a, b = lift(a), lift(b)
-    return elementwise(np.divide, a, b) if _dtype_of(a, b).is_floating() else a.to(tl.float32) / b.to(tl.float32)
+    return elementwise(np.divide, a, b) if is_float(_dtype_of(a, b)) else a.to(tl.float32) / b.to(tl.float32)
 
 
 def _method(operation: Callable[..., Any], dtype: Any, swapped: bool) -> Callable[[Value, Any], Any]:
@@ -211,11 +219,11 @@ class Memory:
 
     def decode(self, stored: Any) -> Any:
         """Stored elements as an array of numbers."""
-        return from_bf16_bits(stored) if self.dtype == tl.bfloat16 else stored.astype(array_type(self.dtype))
+        return from_bf16_bits(stored) if self.dtype is tl.bfloat16 else stored.astype(array_type(self.dtype))
 
     def encode(self, data: Any) -> Any:
         """The reverse of :meth:`decode`."""
-        return to_bf16_bits(data) if self.dtype == tl.bfloat16 else np.asarray(data).astype(self.flat.dtype)
+        return to_bf16_bits(data) if self.dtype is tl.bfloat16 else np.asarray(data).astype(self.flat.dtype)
 
     def check(self, at: Any, what: str) -> None:
         """Raise if one of these elements is not in the storage."""
@@ -243,7 +251,7 @@ class Pointer:
 
     def to(self, dtype: Any) -> Value:
         """The addresses in bytes, as int64."""
-        assert dtype == tl.int64
+        assert dtype is tl.int64
         return Value(self.memory.address + self.at * bytes_of(self.memory.dtype), tl.int64)
 
 
@@ -257,7 +265,7 @@ def load(pointer: Pointer, mask: Any = None, other: Any = None) -> Value:
     at = np.broadcast_to(at, keep.shape)
     memory.check(at[keep], "load")
     if other is None:
-        other = float("nan") if memory.dtype.is_floating() else GARBAGE
+        other = float("nan") if is_float(memory.dtype) else GARBAGE
     out = np.array(np.broadcast_to(lift(other).data, keep.shape), array_type(memory.dtype))
     out[keep] = memory.decode(memory.flat[at[keep]])
     return Value(out, memory.dtype)
