@@ -30,6 +30,7 @@ class Launch:
     def __init__(self, kernel: Any, grid: int, constexprs: tuple[Any, ...], config: Config | None, device: torch.device):
         self.kernel, self.grid, self.constexprs, self.config, self.device = kernel, grid, constexprs, config, device
         self.quick: QuickLaunch | None = None
+        self.tensors: list[int] = []  # where tensors stand among the arguments
 
     def __call__(self, *args: Any) -> None:
         if self.grid == 0:
@@ -42,9 +43,12 @@ class Launch:
             options = {} if self.config is None else {"num_warps": self.config.num_warps, "num_stages": self.config.num_stages}
             binary = self.kernel[(self.grid,)](*args, *self.constexprs, **options)
             self.quick = None if INTERPRETED else QuickLaunch(binary)
+            self.tensors = [n for n, x in enumerate(args) if isinstance(x, Tensor)]
             return
-        flat = [x.data_ptr() if isinstance(x, Tensor) else x for x in args]
-        if not self.quick.run(self.grid, self.device.index, (*flat, *self.constexprs)):
+        flat = [*args, *self.constexprs]
+        for n in self.tensors:
+            flat[n] = flat[n].data_ptr()
+        if not self.quick.run(self.grid, self.device.index, flat):
             self.quick.compiled[(self.grid, 1, 1)](*args, *self.constexprs)
 
 
