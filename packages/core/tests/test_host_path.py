@@ -30,7 +30,6 @@ def report():
 @pytest.mark.parametrize("impl", CEILING)
 def test_a_quick_launch_hands_over_what_tritons_own_does(report, impl):
     """Compiled in a call with one tensor for q, k and v, and repeated with three: no address may stand for another."""
-    assert report[impl]["launches"] == 4
     assert report[impl]["same"]
 
 
