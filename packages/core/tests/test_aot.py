@@ -1,5 +1,6 @@
 """Kernels compiled for GPUs that are not here: they fit the shared memory, and what a program holds stays in registers."""
 
+import itertools
 import re
 from dataclasses import replace
 
@@ -13,26 +14,35 @@ from flashtri_core.target import SHARED_MEMORY, Target
 from flashtri_core.testing import cases
 from flashtri_core.testing.cases import Case
 
-# slow: not yet green on every architecture (forward and dQ tiles of configs/default.json spill on sm_80 and sm_86)
-pytestmark = [pytest.mark.aot, pytest.mark.slow]
+pytestmark = pytest.mark.aot
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
 HEAD_DIMS = (64, 128, 256)
 MASKS = {"full": {}, "causal": {"causal": True}, "window": {"window_left": 255, "window_right": 0}}
 LENGTHS = (512, 4096, 16384)  # either side of every length that a shipped rule asks for
+TENSOR_MEMORY = 512  # columns, on the GPUs that have it
 
-#: Bytes of registers that ptxas may spill, by kernel, as recorded with Triton 3.9; what is not here spills nothing. The
-#: 64 x 64 tile of dK/dV with 4 warps measured fastest although it spills: this ceiling is passed by no edit unseen.
-SPILLS = {"dkdv": 2200}
-
-#: The same by feature: tensors that are read for every score cost registers that the plain kernel's tiles do not have.
-FEATURE_SPILLS = {
-    "bias": {"fwd": 2500, "dkdv": 2200, "dq": 64, "dbias": 13500},
-    "bias_of_keys": {"fwd": 2500, "dkdv": 2200, "dq": 64, "dbias": 13500},
-    "mask": {"fwd": 28000, "dkdv": 2200, "dq": 256},
-    "dropout": {"fwd": 64, "dkdv": 2500, "dq": 64},
-    "everything": {"fwd": 14000, "dkdv": 5400, "dq": 3100, "dbias": 6000},
+#: Bytes of registers that ptxas may spill (stored and loaded), by (capability, head dimension) and kernel: what Triton
+#: 3.6 or 3.9 was seen to spill, whichever is more. What is not here spills nothing. On sm_90 the tiles measured fastest
+#: on an H200 although they spill: these ceilings are passed by no edit unseen. On sm_100 it is the ptxas of Triton 3.6
+#: alone, with 72 registers in use.
+SPILLS = {
+    (90, 64): {"dkdv": 940},
+    (90, 128): {"dkdv": 2892, "dq": 104, "fwd": 56},
+    (90, 256): {"fwd": 72, "dkdv": 4052, "dq": 816},
+    (100, 256): {"delta": 216},
 }
+
+#: The same for (feature, capability, head dimension), where a feature changes it.
+FEATURE_SPILLS = {
+    ("everything", 80, 128): {"fwd": 24, "dkdv": 324, "dq": 68, "dbias": 96},
+    ("everything", 90, 128): {"fwd": 672, "dkdv": 5456, "dq": 296, "dbias": 1104},
+    ("bias_of_keys", 90, 128): {"dkdv": 516, "dbias": 48},
+    ("dropout", 90, 256): {"fwd": 184, "dkdv": 3776, "dq": 944},
+}
+
+#: Bytes that ptxas may spill far below the 255 registers of a thread: it does so to fit one more program on an SM.
+FEW_WORDS = 48
 
 
 def what(kernel):
@@ -57,21 +67,20 @@ def compile_all(capability, problem, extras, tensors):
     return [(aot.resources(kernel, capability), config) for kernel, config in found]
 
 
-def check(capability, problem, compiled, spills=SPILLS):
+def check(capability, problem, compiled, spills):
     for kernel, config in compiled:
         name = what(kernel)
         limit = SHARED_MEMORY[capability]
         assert kernel.shared <= limit, (
             f"{name} {config}: {kernel.shared} bytes of shared memory, sm_{capability} has {limit}"
         )
+        assert kernel.tensor_memory <= TENSOR_MEMORY, f"{name} {config}: {kernel.tensor_memory} columns"
         if config is not None:
             estimate = tuning.shared_bytes(name, config, problem)
-            if problem.bias:  # its tiles may be prefetched like those of K and V
-                estimate += 2 * config.num_stages * config.BLOCK_M * config.BLOCK_N
             assert kernel.shared <= estimate * 1.1 + 1024, (
                 f"{name} {config}: {kernel.shared} bytes, estimated {estimate}"
             )
-        allowed = spills.get(name, 0)
+        allowed = max(spills.get(name, 0), FEW_WORDS if kernel.registers < 255 else 0)
         assert kernel.spill_bytes <= allowed, f"{name} {config} on sm_{capability}: spills {kernel.spill_bytes} bytes"
         assert not kernel.serialized_wgmma, f"{name} {config}: ptxas serialised wgmma"
 
@@ -93,29 +102,21 @@ def dense_problem(n, d, dtype, dv=None, heads=(4, 2), **features):
     return Problem(1, *heads, n, n, d, dv or d, dtype, d**-0.5, total_q=n, total_k=n, **features)
 
 
-def plain_cell(capability, d, mask, dtype):
-    """Compile each distinct set of configs that some length gets."""
-    target, seen = target_or_skip(capability), set()
-    for n in LENGTHS:
-        problem = dense_problem(n, d, dtype, **MASKS[mask])
-        chosen = tuple(tuning.choose(kernel, problem, target) for kernel in ("fwd", "dkdv", "dq"))
-        if chosen in seen:
-            continue
-        seen.add(chosen)
-        tensors = [torch.empty(1, heads, n, d, dtype=dtype) for heads in (4, 2, 2)]
-        check(capability, problem, compile_all(capability, problem, Extras(), tensors))
-
-
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 PRODUCT = [(c, d, m, t) for c in ARCHITECTURES for d in HEAD_DIMS for m in MASKS for t in DTYPES]
 
 
 def in_subset(capability, d, mask, dtype):
-    """Each architecture with each head dimension, mask and dtype, and each pair of those on sm_80 and sm_90 in turn."""
+    """Every two values of two axes meet here, and on sm_80 and sm_90 every head dimension meets every mask."""
     turn = ARCHITECTURES.index(capability) + HEAD_DIMS.index(d)
-    return (list(MASKS)[turn % 3] == mask and list(DTYPES)[turn // 3 % 2] == dtype) or (
-        capability in (80, 90) and dtype == "bf16" and d <= 128
-    )
+    here = list(DTYPES)[turn % 2] == dtype
+    return here and (list(MASKS)[turn % 3] == mask or capability in (80, 90))
+
+
+def test_subset_is_pairwise():
+    subset = [cell for cell in PRODUCT if in_subset(*cell)]
+    for a, b in itertools.combinations(range(4), 2):
+        assert {(cell[a], cell[b]) for cell in subset} == {(cell[a], cell[b]) for cell in PRODUCT}
 
 
 @pytest.mark.parametrize(
@@ -123,8 +124,20 @@ def in_subset(capability, d, mask, dtype):
     [pytest.param(*cell, marks=() if in_subset(*cell) else pytest.mark.slow) for cell in PRODUCT],
 )
 def test_plain(capability, d, mask, dtype):
-    """Rows 22, 23, 117, 120, 122: shipped configs compile, fit and do not spill; the full product is marked slow."""
-    plain_cell(capability, d, mask, DTYPES[dtype])
+    """Rows 22, 23, 117, 120, 122: shipped configs compile, fit and do not spill.
+
+    What is marked slow is so for its size alone: the whole product takes half an hour of two cores.
+    """
+    target, seen = target_or_skip(capability), set()
+    for n in LENGTHS:  # each distinct set of configs that some length gets
+        problem = dense_problem(n, d, DTYPES[dtype], **MASKS[mask])
+        chosen = tuple(tuning.choose(kernel, problem, target) for kernel in ("fwd", "dkdv", "dq"))
+        if chosen in seen:
+            continue
+        seen.add(chosen)
+        tensors = [torch.empty(1, heads, n, d, dtype=DTYPES[dtype]) for heads in (4, 2, 2)]
+        spills = SPILLS.get((capability, d), {})
+        check(capability, problem, compile_all(capability, problem, Extras(), tensors), spills)
 
 
 FEATURES = {
@@ -147,27 +160,60 @@ FEATURES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("name", FEATURES)
-def test_features(name, capability):
-    """Each feature's variant compiles within the same limits, bfloat16, D = 128."""
+#: Every feature at head dimension 128 on sm_80 and sm_90, and at 256 those for which a shipped rule asks.
+FEATURE_CELLS = [(name, capability, 128) for name in FEATURES for capability in (80, 90)]
+FEATURE_CELLS += [(name, capability, 256) for name in ("bias", "mask", "dropout") for capability in (80, 86, 90)]
+
+
+def feature_problem(name, d):
+    """The inputs, problem and extras of one feature at head dimension ``d``."""
+    given = cases.inputs(replace(FEATURES[name], nq=500, nk=500, d=d, heads=(4, 2)), torch.bfloat16)
+    return given, *cases.problem_of(given)
+
+
+@pytest.mark.parametrize(("name", "capability", "d"), FEATURE_CELLS)
+def test_features(name, capability, d):
+    """Each feature's variant compiles within the same limits, bfloat16."""
     target_or_skip(capability)
-    given = cases.inputs(replace(FEATURES[name], nq=500, nk=500, d=128, heads=(4, 2)), torch.bfloat16)
-    problem, extras = cases.problem_of(given)
+    given, problem, extras = feature_problem(name, d)
     tensors = [given.tensors[n] for n in "qkv"]
-    check(capability, problem, compile_all(capability, problem, extras, tensors), FEATURE_SPILLS.get(name, SPILLS))
+    spills = FEATURE_SPILLS.get((name, capability, d), SPILLS.get((capability, d), {}))
+    check(capability, problem, compile_all(capability, problem, extras, tensors), spills)
 
 
-@pytest.mark.parametrize(
-    ("d", "dv"), [(8, 8), (40, 24), (72, 72), (80, 80), (96, 96), (192, 128), (128, 256), (256, 64)]
-)
+ODD = [(8, 8), (40, 24), (72, 72), (80, 80), (96, 96), (192, 128), (128, 256), (256, 64)]
+
+
+@pytest.mark.parametrize(("d", "dv"), ODD)
 @pytest.mark.parametrize("capability", [86, 90])
 def test_odd_head_dims(capability, d, dv):
     """Rows 22, 23, 24: head dimensions that are no powers of two, and V of another width, compile and fit."""
     target_or_skip(capability)
     problem = dense_problem(512, d, torch.float16, dv, causal=True)
     tensors = [torch.empty(1, heads, 512, w, dtype=torch.float16) for heads, w in ((4, d), (2, d), (2, dv))]
-    check(capability, problem, compile_all(capability, problem, Extras(), tensors))
+    spills = SPILLS.get((capability, max(map(tuning.block_of, (d, dv)))), {})
+    check(capability, problem, compile_all(capability, problem, Extras(), tensors), spills)
+
+
+def choice(kernel, problem, target):
+    """The config of a kernel; None where it is not launched."""
+    if "dbias" in kernel and not problem.bias:
+        return None
+    try:
+        return tuning.choose(kernel, problem, target)
+    except NotImplementedError:
+        return None
+
+
+def test_every_shipped_config_is_compiled():
+    """No entry of the shipped tables is there that the cells above (the slow ones too) do not compile."""
+    cells = [(c, dense_problem(n, d, DTYPES[t], **MASKS[m])) for c, d, m, t in PRODUCT for n in LENGTHS]
+    cells += [(capability, feature_problem(name, d)[1]) for name, capability, d in FEATURE_CELLS]
+    for table in ("default", *(f"sm_{c}" for c in ARCHITECTURES)):
+        targets = [c for c in ARCHITECTURES if table in ("default", f"sm_{c}")]
+        for kernel, rules in tuning._shipped(table).items():
+            compiled = {choice(kernel, p, Target(c, SHARED_MEMORY[c])) for c, p in cells if c in targets}
+            assert {tuning.Config(**rule["config"]) for rule in rules} <= compiled, (table, kernel)
 
 
 def test_triton_is_installed():

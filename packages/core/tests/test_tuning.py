@@ -49,6 +49,36 @@ def test_chosen_within_the_limit(limit, kernel, d):
             assert tuning.shared_bytes(kernel, config, problem(d, **features)) <= limit
 
 
+def test_a_float32_bias_fits():
+    """Its tiles are read ahead like those of K and V: at D = 64 the plain kernel's tiles would need 114688 bytes."""
+    target, ask = Target(86, SHARED_MEMORY[86]), problem(64, bias=True)
+    plain = tuning.choose("fwd", problem(64), target)
+    assert tuning.shared_bytes("fwd", plain, ask) >= 114688 > target.shared_memory
+    assert tuning.choose("fwd", ask, target) != plain
+
+
+def test_any_of_asks_for_one_feature(own_cache):
+    """A rule with ``any_of`` holds for each of its features, and for none of them not."""
+    config = asdict(tuning.Config(64, 16, 2, 1))
+    table(own_cache).write_text(json.dumps({"dq": [{"when": {"any_of": ["bias", "mask"]}, "config": config}]}))
+    chosen = [
+        asdict(tuning.choose("dq", problem(64, **on), Target(90, SHARED_MEMORY[90]))) == config
+        for on in ({"bias": True}, {"mask": True}, {"bias": True, "mask": True}, {}, {"alibi": True})
+    ]
+    assert chosen == [True, True, True, False, False]
+
+
+@pytest.mark.parametrize("capability", SHARED_MEMORY)
+@pytest.mark.parametrize("d", [16, 64, 128, 256])
+def test_dkdv_mixes_no_instructions(capability, d):
+    """Products of 64 rows are asynchronous on sm_90 and sm_100, smaller ones are not: on one tile, dK and dV came out wrong."""
+    target = Target(capability, SHARED_MEMORY[capability])
+    for features in ({}, {"causal": True}, {"window_left": 64}, {"bias": True}, {"mask": True}, {"dropout_p": 0.1}):
+        tile = tuning.choose("dkdv", problem(d, **features), target)
+        if capability in (90, 100, 103):
+            assert (tile.BLOCK_M < 64) == (tile.BLOCK_N < 64)
+
+
 def test_the_case_of_the_report():
     """Row 120: (1, 16, 4, 64) in bfloat16 on 101376 bytes."""
     for kernel in KERNELS:

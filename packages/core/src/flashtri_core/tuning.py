@@ -49,13 +49,14 @@ def blocks_of(problem: Problem) -> tuple[int, int]:
 def shared_bytes(kernel: str, config: Config, problem: Problem) -> int:
     """Estimate of the shared memory a config needs, in bytes; the ahead-of-time tests hold it against the compiler."""
     width = 2 * sum(blocks_of(problem))
-    tile = 2 * config.BLOCK_M * config.BLOCK_N
+    scores = 4 * config.BLOCK_M * config.BLOCK_N  # a tile of float32, or two of 16 bits on their way to another layout
     stages = config.num_stages
+    ahead = scores * (stages - 1) if problem.bias else 0  # bias tiles are read ahead; they may be float32
     if kernel == "fwd":
-        return 2 * config.BLOCK_M * block_of(problem.head_dim) + stages * config.BLOCK_N * width
+        return 2 * config.BLOCK_M * block_of(problem.head_dim) + stages * config.BLOCK_N * width + ahead
     if kernel == "dkdv":
-        return config.BLOCK_N * width + stages * config.BLOCK_M * width + 2 * tile
-    return config.BLOCK_M * width + stages * config.BLOCK_N * width + tile
+        return config.BLOCK_N * width + stages * config.BLOCK_M * width + scores + ahead
+    return config.BLOCK_M * width + stages * config.BLOCK_N * width + scores + ahead
 
 
 def _matches(rule: dict[str, Any], problem: Problem) -> bool:
@@ -67,6 +68,7 @@ def _matches(rule: dict[str, Any], problem: Problem) -> bool:
         and when.get("mask", problem.mask_kind) == problem.mask_kind
         and seqlen <= when.get("max_seqlen", 1 << 40)
         and set(when.get("features", ())) <= set(problem.features)
+        and ("any_of" not in when or not set(when["any_of"]).isdisjoint(problem.features))
     )
 
 
@@ -109,12 +111,14 @@ def rules(kernel: str, target: Target) -> Iterator[dict[str, Any]]:
 
 
 def mixes_mma(kernel: str, config: Config, target: Target) -> bool:
-    """Would a dK/dV tile under 64 rows or keys mix the two kinds of tensor-core instruction on Hopper?
+    """Would a dK/dV tile mix the two kinds of tensor-core instruction of Hopper, or of datacenter Blackwell?
 
-    Products of 64 rows and more run as asynchronous wgmma there, smaller ones as mma. Triton 3.6 does not order the two
-    on one shared tile: measured on an H200, 32 x 64 tiles gave dK and dV wrong by up to 16 %, differently on every run.
+    Products of 64 rows and more are asynchronous there (wgmma, tcgen05), smaller ones are mma. Triton 3.6 does not order
+    the two on one shared tile: measured on an H200, 32 x 64 tiles gave dK and dV wrong by up to 16 %, differently on
+    every run. A tile below 64 both ways is mma alone, but was not run there.
     """
-    return kernel == "dkdv" and target.capability == 90 and min(config.BLOCK_M, config.BLOCK_N) < 64
+    smaller, larger = sorted((config.BLOCK_M, config.BLOCK_N))
+    return kernel == "dkdv" and 90 <= target.capability < 120 and smaller < 64 <= larger
 
 
 def choose(kernel: str, problem: Problem, target: Target) -> Config:

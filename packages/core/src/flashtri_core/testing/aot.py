@@ -27,6 +27,7 @@ class Compiled:
     name: str
     capability: int
     shared: int  # bytes of shared memory per program
+    tensor_memory: int  # columns of tensor memory per program, of which Blackwell's datacenter GPUs have 512
     registers: int
     spill_bytes: int  # stored and loaded
     warnings: tuple[str, ...]
@@ -101,8 +102,9 @@ def resources(kernel: Any, capability: int) -> Compiled:
     spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill", report))
     registers = [int(n) for n in re.findall(r"Used (\d+) registers", report)]
     warnings = tuple(line for line in report.splitlines() if "warning" in line.lower() or "C75" in line)
-    name = kernel.metadata.name
-    return Compiled(name, capability, kernel.metadata.shared, max(registers), spills, warnings, kernel.asm["ptx"])
+    meta = kernel.metadata
+    columns = meta.tmem_size or 0
+    return Compiled(meta.name, capability, meta.shared, columns, max(registers), spills, warnings, kernel.asm["ptx"])
 
 
 @contextmanager
