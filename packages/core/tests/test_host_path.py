@@ -43,3 +43,26 @@ def test_a_training_loop_plans_once(report, impl):
 @pytest.mark.parametrize("op", ["forward", "backward"])
 def test_a_repeated_call_takes_few_steps(report, impl, op):
     assert report[impl]["calls"][op] <= CEILING[impl][op]
+
+
+@pytest.mark.parametrize("version", [(3, 5), (3, 10), None])
+def test_an_untried_triton_launches_by_itself(monkeypatch, version):
+    """Its launcher may take other arguments, in silence."""
+    quick = pytest.importorskip("flashtri_core.kernels.quick", reason="Triton is not installed")
+    monkeypatch.setattr(quick, "triton_version", lambda: version)
+    launch = quick.QuickLaunch(object())
+    assert launch.run(1, 0, ()) is False
+
+
+def test_a_launcher_that_refuses_is_not_asked_again(monkeypatch):
+    quick = pytest.importorskip("flashtri_core.kernels.quick", reason="Triton is not installed")
+    monkeypatch.setattr(quick, "triton_version", lambda: None)
+    launch, asked = quick.QuickLaunch(object()), []
+
+    def refuse(*arguments):
+        asked.append(arguments)
+        raise TypeError("function takes exactly 9 arguments")
+
+    launch.raw, launch._head, launch._tail, launch._stream_of = refuse, (), None, lambda device: 0
+    assert launch.run(1, 0, ()) is launch.run(1, 0, ()) is False
+    assert len(asked) == 1

@@ -83,7 +83,7 @@ def test_a_run_that_is_cut_leaves_a_report(tmp_path: Path) -> None:
 
 def test_a_hang_costs_one_test(tmp_path: Path) -> None:
     """Under pytest-xdist it ends a worker: that test has failed, and all others run."""
-    report, _ = run_cut(tmp_path, "-n", "2")
+    report, _ = run_cut(tmp_path, "-n", "2", "--dist=worksteal")
     assert report["exit_status"] == pytest.ExitCode.TESTS_FAILED
     assert report["counts"] == {"passed": 8, "failed": 1, "errors": 1, "skipped": 0, "not_run": 0}
     assert [name.partition("::")[2] for name in report["failed"]] == ["test_n[1]", "test_n[4]"]

@@ -8,30 +8,40 @@ from typing import Any
 
 from triton.runtime import driver
 
+from .._jit import triton_version
+
+OLDEST, NEWEST = (3, 6), (3, 9)  # what `flashtri_core.testing.host_path` has been run with at both ends
+
 
 class QuickLaunch:
     """A compiled kernel, called through Triton's own C launcher with addresses in place of tensors.
 
     The binder types every argument and asks the driver about every pointer, call by call. Here whoever keeps a QuickLaunch
     promises arguments of the types, divisibility and alignment that the kernel was compiled for, and the launcher gets
-    them as they are. Hooks on Triton's launches (profilers') are not run. Where the launcher's calling convention is not
-    the expected one (another Triton version), ``run`` returns False from then on, and Triton's own path serves.
+    them as they are. Hooks on Triton's launches (profilers') are not run. With a Triton whose launcher has not been tried,
+    or has another calling convention, ``run`` returns False, and Triton's own path serves.
     """
 
     def __init__(self, compiled: Any) -> None:
         self.compiled = compiled
-        run = compiled.run  # loads the binary
-        launch = run.launch
-        if compiled.metadata.tensordesc_meta:  # Triton wraps the launcher of a kernel with descriptors: the inner one
+        self.raw: Any = None
+        version = triton_version()
+        if version is not None and OLDEST <= version <= NEWEST:
+            self._prepare(compiled.run)  # which loads the binary
+
+    def _prepare(self, run: Any) -> None:
+        launch, metadata = run.launch, self.compiled.metadata
+        if metadata.tensordesc_meta:  # Triton wraps the launcher of a kernel with descriptors: the inner one
             launch = inspect.getclosurevars(launch).nonlocals.get("launcher")
         self.raw = None if run.global_scratch_size or run.profile_scratch_size else launch
-        base = (compiled.function, run.launch_cooperative_grid, run.launch_pdl)
+        base = (self.compiled.function, run.launch_cooperative_grid, run.launch_pdl)
+        packed = self.compiled.packed_metadata
+        self._tail: tuple[Any, ...] | None = None
         if hasattr(run, "arg_annotations"):  # Triton with one launcher for all kernels: arguments travel in a tuple
-            self._head: tuple[Any, ...] = (*base, compiled.packed_metadata, None, None, None, None, None)
-            self._tail: tuple[Any, ...] | None = (run.arg_annotations, run.kernel_signature)
+            self._head: tuple[Any, ...] = (*base, packed, None, None, None, None, None)
+            self._tail = (run.arg_annotations, run.kernel_signature)
         else:  # Triton with one generated launcher per kernel
-            self._head = (*base, None, None, compiled.packed_metadata, None, None, None)
-            self._tail = None
+            self._head = (*base, None, None, packed, None, None, None)
         self._stream_of = driver.active.get_current_stream
 
     def run(self, grid: int, device: int, flat: Sequence[Any]) -> bool:
