@@ -303,6 +303,17 @@ def test_whole_head_compiles_well(sm90, monkeypatch, d, causal):
     assert names == ["attn_bwd_before_kernel", "attn_bwd_hopper"]
 
 
+@pytest.mark.aot
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("d", [64, 128])
+def test_late_dk_compiles_well(sm90, monkeypatch, d, causal):
+    tensors = dense(d, heads=(4, 4), dtype=torch.bfloat16)
+    p = problem(*tensors, causal=causal)
+    monkeypatch.setattr(hopper, "tiles", lambda problem, deterministic, chosen=hopper.late_dk(p): chosen)
+    for name, *rest in compiled(p, Extras(), tensors, True):
+        assert_good(name, *rest, most=16 if d == 64 else 4)
+
+
 FEATURES = {
     "group": (dict(causal=True), {}),
     "ragged": (dict(seqlen_k=250), {}),
@@ -382,14 +393,18 @@ def run(p, q, k, v, do, out, lse, dlse=None, extras=Extras(), deterministic=Fals
     return (dq, dk, dv) if dsink is None else (dq, dk, dv, dsink)
 
 
-PATHS = {"fused": dict(deterministic=False), "split": dict(deterministic=True), "whole head": {}}
+PATHS = ("fused", "split", "late dK", "whole head")
 
 
 def paths_of(p):
     """The ways to run a problem's backward: arguments by name."""
     if hopper.width(p) > 128:
         return {"wide": {}}
-    found = {name: kw for name, kw in PATHS.items() if name != "whole head"}
+    found = {
+        "fused": {},
+        "split": dict(deterministic=True),
+        "late dK": dict(deterministic=True, config=hopper.late_dk(p)),
+    }
     return found if hopper.whole_head_reason(p) else found | {"whole head": dict(config=hopper.whole_head(p))}
 
 

@@ -138,6 +138,23 @@ def test_one_block_per_head(nq, nk, causal, d, monkeypatch, poisoned):
     check(Case("whole head", heads=(2, 1), nq=nq, nk=nk, d=d, causal=causal), BFLOAT)
 
 
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("q_stages", [2, 3])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("full", nq=200, nk=300), Case("causal", nq=300, nk=200, heads=(4, 2), causal=True, alibi="h", sink=True),
+        Case("window", nq=150, nk=300, window=(30, 20), softcap=5.0), Case("used", nq=100, nk=150, batch=2, used=(100, 0)),
+        Case("packed", lengths=((1, 5), (128, 128), (150, 130), (0, 3), (77, 0)), causal=True, tail=(3, 5)),
+    ],
+    ids=lambda case: case.name,
+)  # fmt: skip
+def test_late_dk(case, d, q_stages, monkeypatch, poisoned):
+    tiles, late = launch_backward.tiles, {"late_dk": True, "q_stages": q_stages}
+    monkeypatch.setattr(launch_backward, "tiles", lambda p, path: dataclasses.replace(tiles(p, True), **late))
+    check(dataclasses.replace(case, d=d), BFLOAT, deterministic=(True,), seed=q_stages)
+
+
 # ------------------------------------------------------------------------------------------------- other memory
 PATHS = [(64, False), (64, True), (128, False), (128, True), (192, False)]  # head dimension, deterministic
 
@@ -267,8 +284,8 @@ FAULTS = {
     "dS without a fence": ("backward.step", "fence_async_shared()", "pass", "lacks fence_async_shared"),
     "Q released too early": (
         "backward.step",
-        "dk = warpgroup_mma_wait(0, deps=(dk,))\n    mbarrier.arrive(bars.q_empty.index(q_stage), count=1)",
-        "mbarrier.arrive(bars.q_empty.index(q_stage), count=1)\n    dk = warpgroup_mma_wait(0, deps=(dk,))",
+        "dk = warpgroup_mma_wait(0, deps=(dk,))\n        mbarrier.arrive(bars.q_empty.index(q_stage), count=1)",
+        "mbarrier.arrive(bars.q_empty.index(q_stage), count=1)\n        dk = warpgroup_mma_wait(0, deps=(dk,))",
         "while a wgmma or a TMA store reads",
     ),
     "K overwritten by dK": (

@@ -379,7 +379,8 @@ def step(
 ):  # fmt: skip
     """BLOCK_M query rows of head h: dK, dV of this warpgroup's keys, and this warpgroup's half of the rows' dQ.
 
-    Blocks from ``seen`` on have met an earlier key tile of this thread block.
+    Blocks from ``seen`` on have met an earlier key tile of this thread block. With ``C.late_dk`` a step's dK += dS^T Q
+    is issued in the next step, under whose exp2 it runs; dS^T waits in shared memory.
     """
     BLOCK_M: gl.constexpr = C.block_m
     dtype: gl.constexpr = tiles.k.dtype
@@ -401,7 +402,13 @@ def step(
     mbarrier.wait(bars.do_full.index(do_stage), do_phase)
     dp = warpgroup_mma(v, do.permute((1, 0)), blank, use_acc=False, is_async=True)
 
-    s = warpgroup_mma_wait(1, deps=(s,))
+    if C.late_dk:
+        before, _phase = ring(gl.maximum(count - 1, 0), C.q_stages)  # in the first step dS^T is zero, and any Q will do
+        q_before = tiles.q.index(before).reshape([BLOCK_M, C.d])
+        dk = warpgroup_mma(tiles.ds.index((buffer ^ 1) * 2 + WG), q_before, dk, is_async=True)
+        s = warpgroup_mma_wait(2, deps=(s,))
+    else:
+        s = warpgroup_mma_wait(1, deps=(s,))
     lse_log2 = tiles.lse.index(q_stage).load(gl.SliceLayout(0, S_LAYOUT))
     i = (m * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, S_LAYOUT)))[None, :]
     j = (t.start_n + WG * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, S_LAYOUT)))[:, None]
@@ -416,17 +423,18 @@ def step(
     p = variant.score_grad(p, raw, args.score)  # linear in its first argument: applied here, no raw score stays alive
     if C.early_dv:
         dv = warpgroup_mma(p16, do, dv, is_async=True)
-        dp = warpgroup_mma_wait(1, deps=(dp,))
     else:
         # known to be satisfied: a branch, which keeps ptxas from hoisting the wait for dP above exp2
         mbarrier.wait(bars.do_full.index(do_stage), do_phase)
-        dp = warpgroup_mma_wait(0, deps=(dp,))
+    BEHIND: gl.constexpr = (1 if C.early_dv else 0) + (1 if C.late_dk else 0)  # products that stay in flight
+    dp = warpgroup_mma_wait(BEHIND, deps=(dp,))
     delta = tiles.delta.index(do_stage).load(gl.SliceLayout(0, S_LAYOUT))
     ds = (p * (dp - delta[None, :])).to(dtype)
-    ds16 = gl.convert_layout(ds, P_LAYOUT)
-    if C.dq:
+    if C.dq or C.late_dk:
         tiles.ds.index(buffer * 2 + WG).store(ds)
         fence_async_shared()
+    ds16 = gl.convert_layout(ds, P_LAYOUT)
+    if C.dq:
         mbarrier.arrive(bars.ds_full.index(buffer), count=1)
     if not C.early_dv:
         dv = warpgroup_mma(p16, do, dv, is_async=True)
@@ -439,12 +447,17 @@ def step(
         # A branch again, on a barrier that cannot advance before this warpgroup does: the additions stay above the wait.
         mbarrier.wait(bars.ds_full.index(buffer), ds_phase)
         add_dq(dq, DQ_ACC, block * 2 + WG, m < seen, HALF, DQ_LAYOUT, C)
-    else:
+    elif not C.late_dk:
         dk = warpgroup_mma(ds16, q, dk, is_async=True)
         dv = warpgroup_mma_wait(1, deps=(dv,))
         mbarrier.arrive(bars.do_empty.index(do_stage), count=1)
-    dk = warpgroup_mma_wait(0, deps=(dk,))
-    mbarrier.arrive(bars.q_empty.index(q_stage), count=1)
+    if C.late_dk:
+        dk, dv = warpgroup_mma_wait(0, deps=(dk, dv))
+        mbarrier.arrive(bars.do_empty.index(do_stage), count=1)
+        mbarrier.arrive(bars.q_empty.index(before), count=1, pred=count > 0)
+    else:
+        dk = warpgroup_mma_wait(0, deps=(dk,))
+        mbarrier.arrive(bars.q_empty.index(q_stage), count=1)
     return dk, dv
 
 
@@ -487,6 +500,9 @@ def consumer(
     DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     count = 0
     seen = sizes.q_blocks
+    if C.late_dk:
+        tiles.ds.index(2 + WG).store(gl.zeros([HALF, C.block_m], tiles.k.dtype, S_LAYOUT))
+        fence_async_shared()
     for turn in range(turns_of(sizes, C)):
         t = locate(turn, sizes, CU_Q, CU_K, USED_K, variant, args, C)
         dk = gl.zeros([HALF, C.d], gl.float32, KV_LAYOUT)
@@ -518,6 +534,12 @@ def consumer(
                     dk, dv = step(dk, dv, count, h, m, block0 + m, t, seen, unit_log2, variant, args, DQ_ACC, tiles, bars,
                                   WG, True, S_LAYOUT, P_LAYOUT, DQ_LAYOUT, C)  # fmt: skip
                     count += 1
+        if C.late_dk:
+            if count > 0:
+                stage, _phase = ring(count - 1, C.q_stages)
+                last = tiles.ds.index(((count - 1) & 1) * 2 + WG)
+                dk = warpgroup_mma(last, tiles.q.index(stage).reshape([C.block_m, C.d]), dk, is_async=True)
+                dk = warpgroup_mma_wait(0, deps=(dk,))
         zb = 0 if C.packed else t.z
         row = t.start_n + WG * HALF
         if C.dq:
@@ -559,7 +581,7 @@ def attn_bwd_hopper(
     do = gl.allocate_shared_memory(dtype, [C.do_stages, 1, 1, C.block_m, C.d], do_desc.layout)
     lse = gl.allocate_shared_memory(gl.float32, [C.q_stages, C.block_m], lse_desc.layout)
     delta = gl.allocate_shared_memory(gl.float32, [C.do_stages, C.block_m], delta_desc.layout)
-    if C.dq:
+    if C.dq or C.late_dk:
         ds = gl.allocate_shared_memory(dtype, [4, HALF, C.block_m], PANEL)  # [buffer * 2 + warpgroup]
         ds_panels = reinterpret(ds, dtype, [4 * (C.block_m // 64), 64, 64], PANEL)
         k_panels = reinterpret(k, dtype, [2 * (C.d // 64), 64, 64], PANEL)

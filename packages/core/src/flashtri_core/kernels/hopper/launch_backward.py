@@ -29,6 +29,7 @@ class BackwardConfig:
     q_stages: int = 2
     do_stages: int = 2
     early_dv: bool = False  # issue dV before dS is known: more overlap, more registers
+    late_dk: bool = False  # a step's dK product runs under the next step's exp2; without dQ, which would need both
     dq: bool = True  # add dQ to the accumulator; False leaves it to the dQ kernel
     whole_head: bool = False  # one thread block takes all key tiles of a head: no zeroing, a fixed order, no conversion pass
     consumer_regs: int = 240
@@ -99,6 +100,11 @@ def whole_head_reason(problem: Problem) -> str:
 def whole_head(problem: Problem) -> BackwardConfig:
     """The tiles for a thread block per head. Nothing chooses them yet: see NOTES_backward.md."""
     return replace(tiles(problem, deterministic=False), dq=True, whole_head=True)
+
+
+def late_dk(problem: Problem) -> BackwardConfig:
+    """The dK, dV tiles with dK's product one step late. Nothing chooses them yet: see NOTES_backward.md."""
+    return replace(tiles(problem, deterministic=True), late_dk=True, q_stages=3)
 
 
 def specialise(config: BackwardConfig, problem: Problem) -> BackwardConfig:
