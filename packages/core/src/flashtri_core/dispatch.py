@@ -68,9 +68,10 @@ def hopper_forward_reason(problem: Problem, device: torch.device) -> str:
     return launch_forward.problem_reason(problem, device)
 
 
-#: (head_dim, head_dim_v) that GPU runs of the Hopper kernels have checked against the reference.
-PROVEN_FORWARD = ((64, 64), (96, 96), (128, 128), (192, 192), (256, 256))
-PROVEN_BACKWARD = ((64, 64), (128, 128))
+#: (head_dim, head_dim_v) at which a GPU run of the Hopper kernels as they stand has checked them against the reference. A
+#: change to what they compute or how they synchronise empties a list until `nox -s tests_gpu` has passed on Hopper again.
+PROVEN_FORWARD: tuple[tuple[int, int], ...] = ()
+PROVEN_BACKWARD: tuple[tuple[int, int], ...] = ()
 
 
 def unproven_on_hopper(problem: Problem, backward: bool = False) -> str:
