@@ -97,6 +97,15 @@ def test_whole_head_refuses_what_it_would_get_wrong():
             hopper.plan(dataclasses.replace(p, **bad), True, hopper.whole_head(p))
 
 
+@pytest.mark.parametrize(("d", "change", "words"), [
+    (64, dict(block_m=64), "block_m"), (128, dict(block_m=128), "block_m"), (128, dict(late_dk=True), "late_dk"),
+])  # fmt: skip
+def test_configurations_that_do_not_fit_are_refused(d, change, words):
+    p = problem(*dense(d))
+    with pytest.raises(ValueError, match=words):
+        hopper.plan(p, False, dataclasses.replace(hopper.tiles(p, False), **change))
+
+
 def test_split_when_deterministic():
     p = problem(*dense())
     assert hopper.plan(p, False).config.dq

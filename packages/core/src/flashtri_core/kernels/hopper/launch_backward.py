@@ -111,10 +111,14 @@ def specialise(config: BackwardConfig, problem: Problem) -> BackwardConfig:
     """``config`` with the fields that follow from the problem.
 
     Raises:
-        ValueError: the problem does not fit ``config.whole_head``.
+        ValueError: the problem does not fit ``config``.
     """
     if config.whole_head and whole_head_reason(problem):
         raise ValueError(whole_head_reason(problem))
+    if config.dq and width(problem) <= 128 and config.block_m * width(problem) != 8192:  # two halves of 64 x 64
+        raise ValueError(f"block_m: with dQ, steps have {8192 // width(problem)} rows here, got {config.block_m}")
+    if config.late_dk and config.dq:
+        raise ValueError("late_dk: only without dQ, whose product needs the same dS")
     mask = MASKS[problem.mask_kind]
     ragged = problem.varlen or problem.seqused or problem.seqlen_k % config.block_n != 0
     return replace(
