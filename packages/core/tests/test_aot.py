@@ -126,7 +126,7 @@ def test_subset_is_pairwise():
 def test_plain(capability, d, mask, dtype):
     """Rows 22, 23, 117, 120, 122: shipped configs compile, fit and do not spill.
 
-    What is marked slow is so for its size alone: the whole product takes half an hour of two cores.
+    The rest of the product is marked slow: for its size, and it has not been run to the end yet.
     """
     target, seen = target_or_skip(capability), set()
     for n in LENGTHS:  # each distinct set of configs that some length gets
