@@ -39,6 +39,8 @@ FEATURE_SPILLS = {
     ("everything", 90, 128): {"fwd": 672, "dkdv": 5456, "dq": 296, "dbias": 1104},
     ("bias_of_keys", 90, 128): {"dkdv": 516, "dbias": 48},
     ("dropout", 90, 256): {"fwd": 184, "dkdv": 3776, "dq": 944},
+    ("mask", 86, 256): {"fwd": 48},
+    ("mask", 90, 256): {"fwd": 296, "dkdv": 4052, "dq": 816},
 }
 
 #: Bytes that ptxas may spill far below the 255 registers of a thread: it does so to fit one more program on an SM.
