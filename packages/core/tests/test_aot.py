@@ -40,7 +40,7 @@ FEATURE_SPILLS = {
     ("bias_of_keys", 90, 128): {"dkdv": 516, "dbias": 48},
     ("dropout", 90, 256): {"fwd": 184, "dkdv": 3776, "dq": 944},
     ("mask", 86, 256): {"fwd": 48},
-    ("mask", 90, 256): {"fwd": 296, "dkdv": 4052, "dq": 816},
+    ("mask", 90, 256): {"fwd": 296, "dkdv": 4052, "dq": 1472},
 }
 
 #: Bytes that ptxas may spill far below the 255 registers of a thread: it does so to fit one more program on an SM.
