@@ -39,6 +39,7 @@ FEATURE_SPILLS = {
     ("everything", 90, 128): {"fwd": 672, "dkdv": 5456, "dq": 296, "dbias": 1104},
     ("bias_of_keys", 90, 128): {"dkdv": 516, "dbias": 48},
     ("dropout", 90, 256): {"fwd": 184, "dkdv": 3776, "dq": 944},
+    ("bias", 80, 256): {"dbias": 24},
     ("mask", 86, 256): {"fwd": 48},
     ("mask", 90, 256): {"fwd": 296, "dkdv": 4052, "dq": 1472},
 }
