@@ -63,23 +63,24 @@ def problem(seqlen: int) -> Problem:
     return Problem(1, 4, 4, seqlen, seqlen, 64, 64, torch.bfloat16, 0.125)
 
 
+LENGTHS = range(64, 64 * 60, 64)
 FASTEST = [tuning.Config(64, 32, 4, 2), tuning.Config(128, 32, 4, 2)]  # What the clock of each process says.
 TUNE = """
 import sys
 from flashtri_core.target import SHARED_MEMORY, Target
 from flashtri_core.tune import tune
 sys.path.insert(0, sys.argv[1])
-from test_distributed import FASTEST, problem
+from test_distributed import FASTEST, LENGTHS, problem
 here = Target(90, SHARED_MEMORY[90])
 print("ready", flush=True)
 sys.stdin.readline()
-for seqlen in range(64, 64 * 60, 64):
+for seqlen in LENGTHS:
     tune("fwd", problem(seqlen), here, lambda config: 1.0 if config == FASTEST[int(sys.argv[2])] else 2.0)
 """
 
 
 def test_table_written_by_several_processes_stays_whole(tmp_path: Path) -> None:
-    """Whoever reads while two processes tune finds a whole table, and no rule that neither wrote."""
+    """Whoever reads while two processes tune finds a whole table; no rule is lost, and none there that neither wrote."""
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", TUNE, str(Path(__file__).parent), str(number)],
@@ -105,9 +106,9 @@ def test_table_written_by_several_processes_stays_whole(tmp_path: Path) -> None:
     assert [process.returncode for process in processes] == [0, 0]
     assert reads > 10
     rules = json.loads((tmp_path / "sm_90.json").read_text())["fwd"]
-    assert rules
+    assert {rule["when"]["max_seqlen"] for rule in rules} == set(LENGTHS)
     assert all(rule["config"] in [asdict(config) for config in FASTEST] for rule in rules)
-    assert [path.name for path in tmp_path.iterdir()] == ["sm_90.json"]
+    assert {path.name for path in tmp_path.iterdir()} == {"sm_90.json", "sm_90.lock"}
 
 
 def test_each_kind_of_gpu_has_its_own_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
