@@ -11,8 +11,9 @@ from typing import Any
 import support
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from flashtri_core import flash_attn, flash_attn_varlen, pack, supports, unpack
+from flashtri_core import draw_rng, dropout_mask, flash_attn, flash_attn_varlen, pack, supports, unpack
 
 Mistake = tuple[str, Callable[[], Any], str]
 
@@ -37,6 +38,19 @@ def twice() -> None:
     q = torch.randn(1, 1, 4, 8, requires_grad=True)
     (grad,) = torch.autograd.grad(flash_attn(q, q, q).sum(), q, create_graph=True)
     grad.sum().backward()
+
+
+def transformed() -> None:
+    """A transform of torch.func."""
+    q = torch.randn(1, 1, 4, 8)
+    torch.func.jvp(lambda x: flash_attn(x, q, q), (q,), (q,))
+
+
+def forward_mode() -> None:
+    """A tangent by hand."""
+    q = torch.randn(1, 1, 4, 8)
+    with forward_ad.dual_level():
+        flash_attn(forward_ad.make_dual(q, q), q, q)
 
 
 def zeros(*shape: int, **keywords: Any) -> Tensor:
@@ -212,7 +226,19 @@ SECTIONS: dict[str, list[Mistake]] = {
             lambda: support.ask(80, impl="triton", device="meta"),
             "NVIDIA GPUs and CPUs.",
         ),
+        (
+            "`dropout_mask` with words of its own making",
+            lambda: dropout_mask(zeros(1), (1, 4, 8, 8), 0.1),
+            "Take them from `draw_rng`.",
+        ),
+        (
+            "`dropout_mask` with two lengths",
+            lambda: dropout_mask(draw_rng(), (8, 8), 0.1),  # type: ignore[arg-type]
+            "Give all four sizes of the score matrix.",
+        ),
         ("a gradient of a gradient", twice, "Use torch's MATH backend for that part."),
+        ("`torch.func.jvp`", transformed, "Use `torch.autograd`, or torch's MATH backend for that part."),
+        ("a dual tensor as q", forward_mode, "Use reverse mode, or torch's MATH backend for that part."),
     ],
 }
 

@@ -210,11 +210,36 @@ def test_saved_tensors_modified_in_place_are_noticed(lane):
 
 
 @lanes()
-def test_forward_mode_is_refused(lane):
+@pytest.mark.parametrize("grad", [True, False], ids=["requires_grad", "plain"])
+@pytest.mark.parametrize("name", ["q", "k", "v", "attn_bias"])
+def test_forward_mode_is_refused(lane, name, grad):
     """Forward-mode differentiation is an error, not a tangent of zero."""
-    q, k, v = three(lane)
-    with fwad.dual_level(), pytest.raises(RuntimeError, match=r"forward mode|forward-mode|forward AD|jvp"):
-        flash_attn(fwad.make_dual(q.detach(), torch.ones_like(q)), k, v, impl=lane.impl)
+    given = dict(zip("qkv", three(lane), strict=True)) | {"attn_bias": lane.randn(1, 2, 20, 20)}
+    given = {key: x.detach().requires_grad_(grad) for key, x in given.items()}
+    with fwad.dual_level():
+        given[name] = fwad.make_dual(given[name].detach(), torch.ones_like(given[name]))
+        with pytest.raises(NotImplementedError, match=f"^{name} carries a tangent"):
+            flash_attn(**given, impl=lane.impl)
+
+
+@lanes()
+@pytest.mark.parametrize("transform", ["jvp", "jacfwd", "jacrev", "grad"])
+def test_transforms_of_torch_func_are_refused(lane, transform):
+    """They gave zeros, or an error from deep inside torch."""
+    q, k, v = (x.detach() for x in three(lane))
+
+    def f(q):
+        return flash_attn(q, k, v, impl=lane.impl)
+
+    def run():
+        if transform == "jvp":
+            return torch.func.jvp(f, (q,), (torch.ones_like(q),))
+        if transform == "grad":
+            return torch.func.grad(lambda x: f(x).sum())(q)
+        return getattr(torch.func, transform)(f)(q)
+
+    with pytest.raises(NotImplementedError, match=r"torch\.func"):
+        run()
 
 
 @pytest.mark.parametrize("default", [True, False])

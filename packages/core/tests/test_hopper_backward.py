@@ -320,7 +320,7 @@ def test_late_dk_compiles_well(sm90, monkeypatch, d, causal):
     p = problem(*tensors, causal=causal)
     monkeypatch.setattr(hopper, "tiles", lambda problem, deterministic, chosen=hopper.late_dk(p): chosen)
     for name, *rest in compiled(p, Extras(), tensors, True):
-        assert_good(name, *rest, most=16 if d == 64 else 4)
+        assert_good(name, *rest, most=4 if d == 128 else 16 if triton.__version__.startswith("3.6.") else 68)
 
 
 FEATURES = {

@@ -202,6 +202,9 @@ def provenance(document: Document) -> list[str]:
         versions += [f"{PEERS[n].label if n in PEERS else n} is {v}" for n, v in sorted(env["peers"].items())]
         commit = run["commit"][:12] + " (dirty)" * run["dirty"]
         line = f"{env['gpu']}, {', '.join(versions)}, commit {commit}, {run['started_at']}"
+        ours = (r for r in document["rows"] if r["run"] == run["id"] and r["impl"] in PEERS and PEERS[r["impl"]].ours)
+        if kernels := sorted({r["resolved"] for r in ours if r["resolved"]}):
+            line += f"; flashtri ran its {' and '.join(kernels)} kernels"
         if ceilings is not None:
             rates = ", ".join(f"{d} {r:.0f} TFLOP/s" for d, r in ceilings["matmul_tflops"].items())
             line += f"; measured ceilings: matmul {rates}, copy {ceilings['copy_tb_s']:.2f} TB/s"

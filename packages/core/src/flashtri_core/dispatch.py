@@ -27,8 +27,11 @@ class Support(NamedTuple):
         return self.ok
 
 
-def choose(problem: Problem, device: torch.device, impl: str) -> Support:
-    """The implementation that ``impl`` means for this problem on this device, or why there is none."""
+def choose(problem: Problem, device: torch.device, impl: str, deterministic: bool = False) -> Support:
+    """The implementation that ``impl`` means for this problem on this device, or why there is none.
+
+    ``deterministic`` asks about the backward as well, which ``impl="hopper"`` may refuse; "auto" has another one then.
+    """
     if impl == "reference" or (impl == "auto" and device.type == "cpu"):
         return Support(True, "", "reference")
     named = "" if impl == "auto" else f"impl={impl!r}: "
@@ -39,6 +42,10 @@ def choose(problem: Problem, device: torch.device, impl: str) -> Support:
     if impl == "triton":
         return Support(not reason, named + reason if reason else "", "" if reason else "triton")
     hopper_reason = hopper_forward_reason(problem, device)
+    if impl == "hopper" and deterministic and not hopper_reason:
+        from .kernels.hopper import launch_backward
+
+        hopper_reason = launch_backward.problem_reason(problem, device, deterministic)
     if impl == "auto":
         hopper_reason = hopper_reason or unproven_on_hopper(problem)
     if not hopper_reason:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import dispatch, ops
 from .dispatch import IMPLS, Support
@@ -204,7 +205,7 @@ def supports(q: Tensor, k: Tensor, v: Tensor, *, impl: str = "auto", **features:
         shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
         extras, numbers, p = _check_features(q, k, shape, *options.values(), impl, flags[2])  # type: ignore[call-arg]
         problem = describe(q, k, v, extras, q.shape[2], k.shape[2], *numbers, p)
-        return dispatch.choose(problem, q.device, impl)
+        return dispatch.choose(problem, q.device, impl, bool(options["deterministic"]))
     except (TypeError, ValueError, NotImplementedError) as error:
         return Support(False, str(error), "")
 
@@ -218,6 +219,10 @@ def dropout_mask(rng: Tensor, shape: tuple[int, int, int, int], dropout_p: float
         dropout_p: as in the call; the kept share is rounded to a multiple of 1/256.
     """
     dropout.check(dropout_p)
+    if not isinstance(rng, Tensor) or rng.dtype != torch.int64 or rng.shape != (2,):
+        raise ValueError(f"rng must be an int64 tensor of shape (2,), as draw_rng returns it, got {rng!r}")
+    if len(shape) != 4:
+        raise ValueError(f"shape must be (B, Hq, Nq, Nk), got {shape}")
     axes = [
         torch.arange(n, device=rng.device).view([-1 if a == axis else 1 for a in range(4)])
         for axis, n in enumerate(shape)
@@ -235,6 +240,8 @@ def _cast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
+        _refuse_transforms(q=q, k=k, v=v)
     kind = q.device.type
     if kind in ("cuda", "cpu") and torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
@@ -242,8 +249,30 @@ def _cast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
+def _refuse_transforms(**tensors: Tensor | None) -> None:
+    """Derivatives that the operators have no rule for, and that would come out as zeros without a word; vmap has one.
+
+    Raises:
+        NotImplementedError: inside torch.func's grad or jvp, or a tensor carries a forward-mode tangent.
+    """
+    transforms = torch._C._functorch.get_interpreter_stack() or ()
+    for name in (str(x.key()).rpartition(".")[2] for x in transforms):
+        if name in ("Grad", "Jvp"):
+            raise NotImplementedError(
+                f"{', '.join(tensors)}: no rule for torch.func's {name.lower()}; torch.autograd.grad differentiates this call"
+            )
+    for name, x in tensors.items():
+        if forward_ad._current_level >= 0 and x is not None and forward_ad.unpack_dual(x).tangent is not None:
+            raise NotImplementedError(
+                f"{name} carries a tangent of forward-mode differentiation, which has no rule here"
+            )
+
+
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, dim: int) -> None:
     dtype, device = q.dtype, q.device
+    if q.is_nested or k.is_nested or v.is_nested:  # which have no shape to look at
+        for name, x in zip("qkv", (q, k, v), strict=True):
+            _check_layout(name, x)
     shapes = q.shape, k.shape, v.shape
     for name, x, shape in zip("qkv", (q, k, v), shapes, strict=True):
         if x.layout is not torch.strided:
@@ -363,8 +392,8 @@ def _check_bools(names: Sequence[str], values: Sequence[object]) -> None:
 
 
 def _check_layout(name: str, x: object) -> None:
-    if isinstance(x, Tensor) and x.layout is not torch.strided:
-        raise TypeError(f"{name} must be a dense (strided) tensor, got {x.layout}")
+    if isinstance(x, Tensor) and (x.layout is not torch.strided or x.is_nested):
+        raise TypeError(f"{name} must be a dense (strided) tensor, got {'a nested one' if x.is_nested else x.layout}")
 
 
 def _check_index(name: str, x: Any, q: Tensor, validate: bool) -> tuple[Tensor, list[int] | None]:
@@ -428,6 +457,8 @@ def _call(
     return_lse: bool,
     return_max_logits: bool,
 ) -> Any:
+    if forward_ad._current_level >= 0:
+        _refuse_transforms(**extras._asdict())
     if dropout_p > 0.0:
         extras = extras._replace(rng=dropout.draw(q.device))
     if deterministic is None:
