@@ -316,11 +316,12 @@ def test_whole_head_compiles_well(sm90, monkeypatch, d, causal):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("d", [64, 128])
 def test_late_dk_compiles_well(sm90, monkeypatch, d, causal):
+    newer = d == 64 and not triton.__version__.startswith("3.6.")  # as in the shipped deterministic kernel
     tensors = dense(d, heads=(4, 4), dtype=torch.bfloat16)
     p = problem(*tensors, causal=causal)
     monkeypatch.setattr(hopper, "tiles", lambda problem, deterministic, chosen=hopper.late_dk(p): chosen)
     for name, *rest in compiled(p, Extras(), tensors, True):
-        assert_good(name, *rest, most=4 if d == 128 else 16 if triton.__version__.startswith("3.6.") else 68)
+        assert_good(name, *rest, most=68 if newer else 16, inside=11 if newer else 0)
 
 
 FEATURES = {
