@@ -138,7 +138,7 @@ class TileGrid {
       }
       if (residents.has(b) || b % every === 0) {
         g.fillStyle = residents.has(b) ? paint.smText : paint.text;
-        const text = residents.has(b) && step >= 9 ? (alongQ ? `SM${residents.get(b)}` : residents.get(b)) : b;
+        const text = residents.has(b) && step >= 9 && alongQ ? `SM${residents.get(b)}` : b; // columns are too narrow for it
         if (!residents.has(b) || step >= 9) g.fillText(text, box[0] + box[2] / 2, box[1] + box[3] / 2 + 0.5);
       }
       if (b === this.picked) {
