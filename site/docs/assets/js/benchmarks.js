@@ -3,8 +3,7 @@
 (async () => {
   const root = document.getElementById("bench");
   const { runs, names, rows, skipped } = await (await fetch(root.dataset.results)).json();
-  const empty = document.getElementById("bench-empty"); // there only where nothing was measured when the site was built
-  if (empty) empty.hidden = rows.length > 0;
+  document.getElementById("bench-empty").hidden = rows.length > 0;
   for (const part of document.querySelectorAll(".ft-bench")) part.hidden = rows.length === 0;
   if (!rows.length) return;
 
