@@ -165,8 +165,8 @@ def define_env(env: Any) -> None:
         rows = bool(bench_page.page_data(document)["rows"])
         note = (
             '<div class="ft-empty" id="bench-empty" data-search-exclude><p><strong>Nothing has been measured yet.</strong> '
-            "This page fills itself from <code>packages/bench/results.json</code>, which the benchmark suite writes on real hardware. "
-            "There are no figures here from a machine that the code was not run on.</p></div>"
+            "This page fills itself from <code>packages/bench/results.json</code>, which the benchmark suite writes on real "
+            "hardware. There are no figures here from a machine that the code was not run on.</p></div>"
         )
         return note.replace(' id="bench-empty"', ' id="bench-empty" hidden') if rows else note
 
