@@ -20,8 +20,6 @@ import footprint  # noqa: E402
 import messages  # noqa: E402
 import support  # noqa: E402
 
-from flashtri_core import dispatch  # noqa: E402
-
 CORE = HERE.parent / "packages" / "core" / "src" / "flashtri_core"
 
 
@@ -172,22 +170,9 @@ def define_env(env: Any) -> None:
 
     @env.macro
     def bench_age() -> str:
-        """That the measured kernels are not what "auto" takes today, where that is so."""
-        ran = {row.get("resolved") for row in document["rows"] if row["impl"] == "flashtri"}
-        if dispatch.PROVEN_FORWARD or "hopper" not in ran:
-            return ""
-        return (
-            "That was the Hopper kernels of that commit: they have changed since, and until a GPU has run them as they are "
-            '<code>impl="auto"</code> takes the portable kernels, of which nothing has been measured yet.'
-        )
-
-    @env.macro
-    def hopper_auto() -> str:
-        """Where "auto" takes the Hopper kernels at present, from the lists that decide it."""
-        proven = sorted({d for d, _ in dispatch.PROVEN_FORWARD})
-        if not proven:
-            return "Since their last change no GPU has run them, so at present that is nowhere."
-        return f"At present that is at head dimensions {', '.join(map(str, proven))}."
+        """That the kernels have changed since they were measured, where git knows that."""
+        stale = any(bench_page.changed_since(run["commit"]) for run in document["runs"])
+        return "The kernels have changed since then." if stale else ""
 
     @env.macro
     def bench_summary() -> str:

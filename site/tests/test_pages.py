@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import math
 import re
+import subprocess
 from pathlib import Path
 
 import bench_page
@@ -18,7 +19,7 @@ import synthetic
 from footprint import Shape
 from reachable import reachable
 
-from flashtri_core import dispatch, interface
+from flashtri_core import interface
 from flashtri_core.variants import FEATURES
 
 SITE = Path(__file__).parents[1]
@@ -108,17 +109,33 @@ def test_numbers_in_the_prose() -> None:
     assert math.exp(11.0) < 65504 < math.exp(11.1)
 
 
+def test_the_age_of_measurements_is_git_s_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    git = lambda *words: (
+        subprocess.run(["git", *words], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+    )
+    kernel = tmp_path / "packages/core/src/flashtri_core/kernels/hopper/forward.py"
+    kernel.parent.mkdir(parents=True)
+    kernel.write_text("1")
+    monkeypatch.setattr(bench_page, "RESULTS", tmp_path / "packages" / "bench" / "results.json")
+    git("init")
+    git("add", ".")
+    git("-c", "user.name=a", "-c", "user.email=a@b.c", "commit", "-m", "a")
+    commit = git("rev-parse", "HEAD").strip()
+    (kernel.parent / "NOTES.md").write_text("a note is no kernel")
+    assert not bench_page.changed_since(commit)
+    kernel.write_text("2")
+    assert bench_page.changed_since(commit)
+    assert not bench_page.changed_since("0" * 40)  # not in this clone: nothing to say
+
+
 def test_support_answers_name_what_is_wrong() -> None:
     assert all(row[1] == "yes" for row in support.features())
     assert all(row[3] == "yes" for row in support.features())
     auto = {row[0]: row[4] for row in support.features()}
-    assert auto["causal"] == ("hopper" if dispatch.PROVEN_FORWARD else "triton")
+    assert auto["causal"] == "hopper"
     assert auto["bias"] == "triton"  # the Hopper kernels refuse it
-    assert {cell for dim, cells in support.head_dims() for cell in cells} <= {
-        "triton",
-        "hopper",
-        "hopper, backward triton",
-    }
+    assert all((row[4] == "hopper") == (row[2] == "yes") for row in support.features())
+    assert {cell for dim, cells in support.head_dims() for cell in cells} == {"triton", "hopper"}
     fp32 = {name: gpu for name, gpu, _ in support.dtypes()}["fp32"]
     assert "float32" in fp32
 

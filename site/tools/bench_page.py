@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,14 @@ def newest(document: dict[str, Any]) -> dict[str, Any] | None:
     """The latest run that measured the card's ceilings."""
     runs = [run for run in document["runs"] if run["ceilings"] and "bf16" in run["ceilings"]["matmul_tflops"]]
     return max(runs, key=lambda run: run["started_at"], default=None)
+
+
+def changed_since(commit: str) -> bool:
+    """Whether the kernels are other ones than at this commit; False where git does not know it."""
+    command = ["git", "diff", "--quiet", commit, "--", ":(glob)packages/core/src/flashtri_core/kernels/**/*.py"]
+    with suppress(FileNotFoundError):  # no git
+        return subprocess.run(command, cwd=RESULTS.parents[2], capture_output=True).returncode == 1
+    return False
 
 
 def mask_of(features: dict[str, Any]) -> str:

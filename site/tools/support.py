@@ -13,8 +13,7 @@ from unittest import mock
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flashtri_core import Support, dispatch, supports, target
-from flashtri_core.problem import Problem
+from flashtri_core import Support, supports, target
 from flashtri_core.target import SHARED_MEMORY, Target
 from flashtri_core.variants import attn_bias
 
@@ -109,17 +108,9 @@ def dtypes() -> list[tuple[str, str, str]]:
 
 
 def head_dims(dims: tuple[int, ...] = (32, 64, 96, 128, 192, 256)) -> list[tuple[int, list[str]]]:
-    """(head dim, per GPU: which implementation runs a bf16 call, the backward pass named where it is another one)."""
-
-    def cell(gpu: int, dim: int) -> str:
-        answer = ask(gpu, head_dim=dim)
-        if not answer:
-            return answer.reason
-        problem = Problem(2, 4, 4, 256, 256, dim, dim, torch.bfloat16, dim**-0.5)
-        other = answer.impl == "hopper" and dispatch.unproven_on_hopper(problem, backward=True)
-        return f"{answer.impl}, backward triton" if other else answer.impl
-
-    return [(dim, [cell(gpu, dim) for gpu in GPUS]) for dim in dims]
+    """(head dim, per GPU: which implementation runs a bf16 call)."""
+    answers = lambda dim: (ask(gpu, head_dim=dim) for gpu in GPUS)
+    return [(dim, [answer.impl or answer.reason for answer in answers(dim)]) for dim in dims]
 
 
 __all__ = ["DTYPES", "FEATURES", "GPUS", "ask", "dtypes", "features", "head_dims", "on"]

@@ -10,7 +10,7 @@ import zlib
 import pytest
 import torch
 
-from flashtri_core import flash_attn, flash_attn_varlen
+from flashtri_core import flash_attn, flash_attn_varlen, supports
 from flashtri_core.testing import budget, cases
 from flashtri_core.testing.cases import CASES, Case
 
@@ -210,6 +210,17 @@ def test_keys_past_those_in_use_are_not_looked_at(d, deterministic, poisoned):
             given.tensors[name][z, :, used:] = NAN
     with gluon_cpu.emulate():
         budget.check(cases.run(given, "hopper", deterministic=deterministic), right, eager)
+
+
+def test_supports_follows_torch_s_deterministic_switch(monkeypatch):
+    """As the call does: wide heads have no deterministic Hopper backward."""
+    q = torch.zeros(1, 2, 3, 192, dtype=HALF)
+    with gluon_cpu.emulate():
+        assert supports(q, q, q, impl="hopper")
+        assert not supports(q, q, q, impl="hopper", deterministic=True)
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+        assert "deterministic" in supports(q, q, q, impl="hopper").reason
+        assert supports(q, q, q, impl="hopper", deterministic=False)
 
 
 # ------------------------------------------------------------------------------------------------- interleavings

@@ -46,8 +46,6 @@ def choose(problem: Problem, device: torch.device, impl: str, deterministic: boo
         from .kernels.hopper import launch_backward
 
         hopper_reason = launch_backward.problem_reason(problem, device, deterministic)
-    if impl == "auto":
-        hopper_reason = hopper_reason or unproven_on_hopper(problem)
     if not hopper_reason:
         return Support(True, "", "hopper")
     if impl == "hopper":
@@ -73,29 +71,6 @@ def hopper_forward_reason(problem: Problem, device: torch.device) -> str:
     from .kernels.hopper import launch_forward
 
     return launch_forward.problem_reason(problem, device)
-
-
-#: (head_dim, head_dim_v) at which a GPU run of the Hopper kernels as they stand has checked them against the reference. A
-#: change to what they compute or how they synchronise empties a list until `nox -s tests_gpu` has passed on Hopper again.
-PROVEN_FORWARD: tuple[tuple[int, int], ...] = ()
-PROVEN_BACKWARD: tuple[tuple[int, int], ...] = ()
-
-
-def unproven_on_hopper(problem: Problem, backward: bool = False) -> str:
-    """Why ``impl="auto"`` does not take a Hopper kernel that would accept this problem; empty when it does.
-
-    Auto takes the Gluon kernels where a GPU run has checked outputs and every gradient against the reference: dense full
-    and causal attention (GQA, ragged and unequal lengths, any strides) at the head dimensions above. ``impl="hopper"``
-    asks for the rest by name.
-    """
-    beside = [name for name in problem.features if name not in ("causal", "gqa")]
-    if (problem.head_dim, problem.head_dim_v) not in (PROVEN_BACKWARD if backward else PROVEN_FORWARD):
-        beside.append(f"head dimensions {problem.head_dim} and {problem.head_dim_v}")
-    if beside:
-        return (
-            f"the Hopper kernels have not been checked on a GPU with {', '.join(beside)}; impl='hopper' asks for them"
-        )
-    return ""
 
 
 def require(problem: Problem, device: torch.device, impl: str) -> str:
@@ -144,7 +119,6 @@ def backward_plan(
         from .kernels.hopper import launch_backward
 
         ok, reason = launch_backward.supports(problem, q, k, v, dq, dk, dv, deterministic)
-        ok = ok and (impl == "hopper" or not unproven_on_hopper(problem, backward=True))
         if ok:
             return launch_backward.Backward(problem, deterministic)
         if impl == "hopper":
