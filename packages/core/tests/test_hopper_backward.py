@@ -10,6 +10,7 @@ import types
 import pytest
 import torch
 
+from flashtri_core import flash_attn
 from flashtri_core.kernels.hopper import protocol
 from flashtri_core.problem import Extras, Problem
 from flashtri_core.reference import eager_attention
@@ -99,17 +100,44 @@ def test_whole_head_refuses_what_it_would_get_wrong():
 
 @pytest.mark.parametrize(("d", "change", "words"), [
     (64, dict(block_m=64), "block_m"), (128, dict(block_m=128), "block_m"), (128, dict(late_dk=True), "late_dk"),
+    (64, dict(whole_head=True, dq=False), "whole_head"),
 ])  # fmt: skip
 def test_configurations_that_do_not_fit_are_refused(d, change, words):
     p = problem(*dense(d))
     with pytest.raises(ValueError, match=words):
-        hopper.plan(p, False, dataclasses.replace(hopper.tiles(p, False), **change))
+        hopper.plan(p, False, dataclasses.replace(hopper.fused_tiles(p), **change))
 
 
-def test_split_when_deterministic():
-    p = problem(*dense())
-    assert hopper.plan(p, False).config.dq
-    assert not hopper.plan(p, True).config.dq
+@pytest.mark.parametrize(("change", "fast", "deterministic"), [
+    (dict(), "head", "head"),
+    (dict(causal=True), "head", "head"),
+    (dict(heads_q=64, seqlen_q=256, sink=True), "head", "head"),
+    (dict(heads_q=64), "fused", "head"),
+    (dict(heads_q=128), "fused", "split"),  # 2048 rows of dQ for each key head
+    (dict(head_dim=40, head_dim_v=40), "head", "head"),
+    (dict(seqlen_k=513), "fused", "head"),
+    (dict(seqlen_q=1024), "fused", "head"),
+    (dict(seqlen_q=1025), "fused", "split"),
+    (dict(batch=4), "fused", "split"),  # 128 heads on 132 multiprocessors
+    (dict(batch=9), "fused", "split"),  # 288 heads: two waves and a fifth
+    (dict(causal=True, seqlen_q=512, seqlen_k=511), "fused", "split"),
+    (dict(alibi=True), "fused", "split"),
+    (dict(window_left=100), "fused", "split"),
+    (dict(seqused=True), "fused", "split"),
+    (dict(varlen=True), "fused", "split"),
+    (dict(softcap=5.0), "split", "split"),
+    (dict(head_dim=96, head_dim_v=96), "fused", "late"),
+    (dict(head_dim=128, head_dim_v=128, seqlen_q=4096, alibi=True), "fused", "late"),
+    (dict(head_dim=128, head_dim_v=128, softcap=5.0), "fused", "split"),
+    (dict(head_dim=256, head_dim_v=256), "fused", "fused"),
+], ids=str)  # fmt: skip
+def test_what_is_chosen(change, fast, deterministic):
+    p = dataclasses.replace(problem(*dense(64, n=512, heads=(32, 32))), batch=32)
+    p = dataclasses.replace(p, **change)
+    for wanted, path in ((fast, False), (deterministic, True)):
+        c = hopper.specialise(hopper.tiles(p, path, 132), p)
+        name = "head" if c.whole_head else "fused" if c.dq else "late" if c.late_dk else "split"
+        assert name == wanted, path
 
 
 # ------------------------------------------------------------------------------------------------------- protocols
@@ -199,9 +227,9 @@ def sm90(monkeypatch):
     monkeypatch.setattr(driver, "_active", StubDriver())
 
 
-def compiled(p, extras, tensors, deterministic):
+def compiled(p, extras, tensors, deterministic, config=None):
     """(name, compiler's messages, machine code, metadata) of every kernel that the backward of a problem launches."""
-    plan = hopper.plan(p, deterministic)
+    plan = hopper.plan(p, deterministic, config)
     q, k, v = tensors
     out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype)
     lse = torch.empty(q.shape[:3] if q.dim() == 4 else (q.shape[1], q.shape[0]))
@@ -298,29 +326,38 @@ def test_wide_heads_compile_well(sm90, name, d, dv):
     assert names == ["attn_bwd_before_kernel", "attn_bwd_wide_hopper", "attn_bwd_after_kernel"]
 
 
+#: Bytes of per-tile scalars that a block per head keeps in local memory, with one query head per key head and with more.
+WHOLE_HEAD = {
+    "full": (dict(), 16, 16),
+    "causal": (dict(causal=True), 96, 112),
+    "ragged": (dict(seqlen_k=250), 28, 28),
+    "ragged causal": (dict(causal=True, seqlen_q=250, seqlen_k=250), 148, 208),
+}
+
+
 @pytest.mark.aot
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("d", [64, 128])
-def test_whole_head_compiles_well(sm90, monkeypatch, d, causal):
-    tensors = dense(d, heads=(4, 4), dtype=torch.bfloat16)
-    p = problem(*tensors, causal=causal)
-    monkeypatch.setattr(hopper, "tiles", lambda problem, deterministic, chosen=hopper.whole_head(p): chosen)
+@pytest.mark.parametrize("heads_k", [4, 2])
+@pytest.mark.parametrize("name", WHOLE_HEAD)
+def test_whole_head_compiles_well(sm90, name, heads_k):
+    change, *most = WHOLE_HEAD[name]
+    tensors = dense(64, heads=(4, heads_k), dtype=torch.bfloat16)
+    p = dataclasses.replace(problem(*tensors), **change)
     names = []
-    for name, *rest in compiled(p, Extras(), tensors, False):
-        assert_good(name, *rest, most=96 if causal else 16)  # words of per-tile scalars
-        names.append(name)
+    for kernel, *rest in compiled(p, Extras(), tensors, False, hopper.whole_head(p)):
+        assert_good(kernel, *rest, most=most[heads_k == 2], inside=2)
+        names.append(kernel)
     assert names == ["attn_bwd_before_kernel", "attn_bwd_hopper"]
 
 
 @pytest.mark.aot
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("d", [64, 128])
-def test_late_dk_compiles_well(sm90, monkeypatch, d, causal):
-    newer = d == 64 and not triton.__version__.startswith("3.6.")  # as in the shipped deterministic kernel
-    tensors = dense(d, heads=(4, 4), dtype=torch.bfloat16)
+def test_late_dk_compiles_well(sm90, causal):
+    """At D = 64, where it is not shipped."""
+    newer = not triton.__version__.startswith("3.6.")  # as in the shipped deterministic kernel
+    tensors = dense(64, heads=(4, 4), dtype=torch.bfloat16)
     p = problem(*tensors, causal=causal)
-    monkeypatch.setattr(hopper, "tiles", lambda problem, deterministic, chosen=hopper.late_dk(p): chosen)
-    for name, *rest in compiled(p, Extras(), tensors, True):
+    late = dataclasses.replace(hopper.split_tiles(p), late_dk=True, q_stages=3)
+    for name, *rest in compiled(p, Extras(), tensors, True, late):
         assert_good(name, *rest, most=68 if newer else 16, inside=11 if newer else 0)
 
 
@@ -336,6 +373,8 @@ FEATURES = {
 
 #: (bytes in all, instructions in the main loop) where a feature's scores do not fit the registers; elsewhere (256, 0).
 TIGHT = {("alibi", 64): (2048, 256), ("softcap", 128): (256, 32)}
+if not triton.__version__.startswith("3.6."):
+    TIGHT |= {("softcap", 128): (336, 40), ("alibi", 128): (408, 0)}
 
 
 @pytest.mark.slow  # minutes; not yet run to the end on Triton 3.9
@@ -410,10 +449,11 @@ def paths_of(p):
     """The ways to run a problem's backward: arguments by name."""
     if hopper.width(p) > 128:
         return {"wide": {}}
+    split = hopper.split_tiles(p)
     found = {
         "fused": {},
-        "split": dict(deterministic=True),
-        "late dK": dict(deterministic=True, config=hopper.late_dk(p)),
+        "split": dict(config=dataclasses.replace(split, late_dk=False)),
+        "late dK": dict(config=dataclasses.replace(split, late_dk=True, q_stages=3)),
     }
     return found if hopper.whole_head_reason(p) else found | {"whole head": dict(config=hopper.whole_head(p))}
 
@@ -584,6 +624,41 @@ def test_a_thousand_runs_are_bitwise_equal(d, causal, path):
             assert torch.equal(want[0], got[0]), i
         else:
             torch.testing.assert_close(want[0], got[0], atol=1e-3, rtol=2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("kind", ["full", "causal", "window"])
+@pytest.mark.parametrize(("n", "group"), [(512, 1), (500, 1), (256, 2), (1024, 1), (500, 2)])
+@pytest.mark.parametrize("d", [64, 128])
+def test_many_short_heads(d, n, group, kind, deterministic):
+    """Two waves of key heads: at D = 64 a thread block takes a whole one. The same bits again, where they are promised."""
+    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
+    batch, call = multiprocessors // 4, {"causal": kind == "causal"}
+    if kind == "window":
+        call["window_size"] = (100, 20)
+    q, k, v, do = (randn(batch, heads, n, d, seed=i) for i, heads in enumerate((8 * group, 8, 8, 8 * group)))
+    left, right = call.get("window_size", (-1, -1))
+    p = problem(q, k, v, causal=call["causal"], window_left=left, window_right=right)
+    chosen = hopper.plan(p, deterministic, multiprocessors=multiprocessors).config
+    assert chosen.whole_head is (d == 64 and kind != "window" and n * group <= (1024 if deterministic else 512))
+    assert chosen.late_dk is (d == 128 and deterministic)
+
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = flash_attn(*leaves, **call, impl="hopper", deterministic=deterministic)
+    got = torch.autograd.grad(out, leaves, do, retain_graph=True)
+    for z in (0, batch - 1):
+        own = [x.detach()[z : z + 1] for x in (q, k, v, do)]
+        alone = dataclasses.replace(p, batch=1)
+        exact, eager = (eager_gradients(alone, *own, None, Extras(), t)[2] for t in (torch.float64, q.dtype))
+        for name, x, truth, base in zip(("dq", "dk", "dv"), got, exact, eager, strict=True):
+            err, allowed = (x[z : z + 1].double() - truth).abs(), (base.double() - truth).abs()
+            where = (name, z, err.max().item(), allowed.max().item())
+            assert err.max() <= 2 * allowed.max() + 1e-3 * truth.abs().max(), where
+            assert err.mean() <= 1.2 * allowed.mean() + 1e-4, where
+    for _ in range(100 if deterministic or chosen.whole_head else 0):
+        again = torch.autograd.grad(out, leaves, do, retain_graph=True)
+        assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
 
 
 @pytest.mark.gpu

@@ -122,20 +122,34 @@ def test_forward_schedules(name, causal, monkeypatch, poisoned):
 @pytest.mark.parametrize("d", [64, 128])
 def test_backward_schedules(d, options, monkeypatch, poisoned):
     tiles = launch_backward.tiles
-    monkeypatch.setattr(
-        launch_backward, "tiles", lambda p, deterministic: dataclasses.replace(tiles(p, deterministic), **options)
-    )
+    monkeypatch.setattr(launch_backward, "tiles", lambda *call: dataclasses.replace(tiles(*call), **options))
     check(Case("schedule", heads=(4, 2), nq=400, nk=330, d=d, causal=True), HALF)
 
 
 @pytest.mark.parametrize("d", [64, 80, 128])
 @pytest.mark.parametrize(("nq", "nk", "causal"), [(300, 400, False), (400, 300, False), (260, 400, True)])
 def test_one_block_per_head(nq, nk, causal, d, monkeypatch, poisoned):
-    tiles = launch_backward.tiles
-    monkeypatch.setattr(
-        launch_backward, "tiles", lambda p, deterministic: dataclasses.replace(tiles(p, False), whole_head=True)
-    )
+    monkeypatch.setattr(launch_backward, "tiles", lambda p, *call: launch_backward.whole_head(p))
     check(Case("whole head", heads=(2, 1), nq=nq, nk=nk, d=d, causal=causal), BFLOAT)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("case", [
+    Case("full", batch=2, heads=(2, 2), nq=200, nk=300, d=64),
+    Case("causal", batch=2, heads=(2, 2), nq=256, nk=256, d=64, causal=True),
+    Case("group", batch=4, heads=(3, 1), nq=70, nk=300, d=40, causal=True, sink=True, layouts=("rows_first",) * 4),
+], ids=lambda case: case.name)  # fmt: skip
+def test_many_short_heads_take_a_block_each(case, deterministic, poisoned):
+    """As shipped, where two multiprocessors have two heads each; then dQ's bits are the same in any interleaving."""
+    given = cases.inputs(case, BFLOAT)
+    right, eager = cases.exact(given, torch.float64), cases.exact(given, BFLOAT)
+    found = []
+    for seed in range(3):
+        with gluon_cpu.emulate(seed, multiprocessors=2, resident=1 + seed) as emulator:
+            found.append(cases.run(given, "hopper", deterministic=deterministic))
+        assert emulator.launches == 3  # forward, pre-pass, all three gradients
+        budget.check(found[-1], right, eager)
+    assert all(torch.equal(x, other[name]) for other in found for name, x in found[0].items())
 
 
 @pytest.mark.parametrize("d", [64, 128])
@@ -150,8 +164,8 @@ def test_one_block_per_head(nq, nk, causal, d, monkeypatch, poisoned):
     ids=lambda case: case.name,
 )  # fmt: skip
 def test_late_dk(case, d, q_stages, monkeypatch, poisoned):
-    tiles, late = launch_backward.tiles, {"late_dk": True, "q_stages": q_stages}
-    monkeypatch.setattr(launch_backward, "tiles", lambda p, path: dataclasses.replace(tiles(p, True), **late))
+    split, late = launch_backward.split_tiles, {"late_dk": True, "q_stages": q_stages}
+    monkeypatch.setattr(launch_backward, "tiles", lambda p, *call: dataclasses.replace(split(p), **late))
     check(dataclasses.replace(case, d=d), BFLOAT, deterministic=(True,), seed=q_stages)
 
 

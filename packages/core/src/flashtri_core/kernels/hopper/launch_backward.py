@@ -11,6 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...problem import Extras, Problem
+from ...target import target_of
 from ...variants import MASKS, assemble, sink
 from . import launch_forward
 from .backward import attn_bwd_hopper
@@ -71,16 +72,43 @@ def width(problem: Problem) -> int:
     return next(limit for limit in (64, 128, 256) if max(problem.head_dim, problem.head_dim_v) <= limit)
 
 
-def tiles(problem: Problem, deterministic: bool) -> BackwardConfig:
+def tiles(problem: Problem, deterministic: bool, multiprocessors: int) -> BackwardConfig:
     """Tile sizes and schedule for a problem: the fastest measured on an H200 (NOTES_backward.md)."""
+    plain = set(problem.features) <= {"causal", "gqa", "sink"}  # ALiBi would spill kilobytes
+    if width(problem) == 64 and plain and not whole_head_reason(problem):
+        rows = problem.seqlen_q * problem.heads_q // problem.heads_k  # of dQ, which a thread block adds up in L2
+        heads = problem.batch * problem.heads_k
+        waves = -(-heads // multiprocessors)
+        full = waves >= 2 and heads >= 0.9 * waves * multiprocessors
+        if full and max(rows, problem.seqlen_k) <= (1024 if deterministic else 512):
+            return whole_head(problem)
+    return split_tiles(problem) if deterministic and width(problem) <= 128 else fused_tiles(problem)
+
+
+def fused_tiles(problem: Problem) -> BackwardConfig:
+    """One kernel for all three gradients, whose dQ is added up in memory."""
     if width(problem) == 256:
         return BackwardConfig(block_n=64)
     if width(problem) == 64 and problem.softcap > 0:  # tanh's gradient does not fit beside 128 rows of P, dP and dQ
-        return BackwardConfig(block_m=64, dq=False)
+        return split_tiles(problem)
     if width(problem) == 64:
-        return BackwardConfig(block_m=128, dq=not deterministic)
+        return BackwardConfig(block_m=128)
     third_q = problem.mask_kind == "full" and problem.seqlen_q >= 2048
-    return BackwardConfig(block_m=64, q_stages=3 if third_q else 2, dq=not deterministic)
+    return BackwardConfig(q_stages=3 if third_q else 2)
+
+
+def split_tiles(problem: Problem) -> BackwardConfig:
+    """A kernel for dK and dV; dQ has its own."""
+    if problem.softcap > 0:  # its registers have no room for 128 rows, nor for a dK under way
+        return BackwardConfig(dq=False)
+    if width(problem) == 64:
+        return BackwardConfig(block_m=128, dq=False)
+    return BackwardConfig(q_stages=3, dq=False, late_dk=True)
+
+
+def whole_head(problem: Problem) -> BackwardConfig:
+    """One kernel for all three gradients, with a thread block per head; see :func:`whole_head_reason`."""
+    return replace(fused_tiles(problem), whole_head=True)
 
 
 def whole_head_reason(problem: Problem) -> str:
@@ -90,21 +118,11 @@ def whole_head_reason(problem: Problem) -> str:
     """
     if problem.varlen or problem.seqused or problem.mask_kind not in ("full", "causal"):
         return "whole_head takes dense full and causal attention"
-    if width(problem) == 256 or not tiles(problem, deterministic=False).dq:
+    if width(problem) == 256 or not fused_tiles(problem).dq:
         return "whole_head takes head dimensions up to 128, and 64 not with a softcap, whose tiles leave dQ out"
     if problem.causal and problem.seqlen_q > problem.seqlen_k:
         return "whole_head takes causal attention with no more queries than keys"
     return ""
-
-
-def whole_head(problem: Problem) -> BackwardConfig:
-    """The tiles for a thread block per head. Nothing chooses them yet: see NOTES_backward.md."""
-    return replace(tiles(problem, deterministic=False), dq=True, whole_head=True)
-
-
-def late_dk(problem: Problem) -> BackwardConfig:
-    """The dK, dV tiles with dK's product one step late. Nothing chooses them yet: see NOTES_backward.md."""
-    return replace(tiles(problem, deterministic=True), late_dk=True, q_stages=3)
 
 
 def specialise(config: BackwardConfig, problem: Problem) -> BackwardConfig:
@@ -117,6 +135,8 @@ def specialise(config: BackwardConfig, problem: Problem) -> BackwardConfig:
         raise ValueError(whole_head_reason(problem))
     if config.dq and width(problem) <= 128 and config.block_m * width(problem) != 8192:  # two halves of 64 x 64
         raise ValueError(f"block_m: with dQ, steps have {8192 // width(problem)} rows here, got {config.block_m}")
+    if config.whole_head and not config.dq:
+        raise ValueError("whole_head: only with dQ, which no other kernel computes then")
     if config.late_dk and config.dq:
         raise ValueError("late_dk: only without dQ, whose product needs the same dS")
     mask = MASKS[problem.mask_kind]
@@ -217,10 +237,11 @@ def l2_bytes_of(problem: Problem) -> int:
 
 
 def plan(
-    problem: Problem, deterministic: bool, config: BackwardConfig | None = None, l2_bytes: int | None = None
-) -> Plan:
+    problem: Problem, deterministic: bool, config: BackwardConfig | None = None, l2_bytes: int | None = None,
+    multiprocessors: int = 132,
+) -> Plan:  # fmt: skip
     """Grids and sizes; None means the shipped choice."""
-    full = specialise(config or tiles(problem, deterministic), problem)
+    full = specialise(config or tiles(problem, deterministic, multiprocessors), problem)
     dq_config = specialise_dq(problem, full.block_m)
     heads, keys, group = problem.heads_q, problem.heads_k, problem.heads_q // problem.heads_k
     q_blocks, _second, stat_blocks = _tiling(problem, heads, problem.seqlen_q, problem.total_q, full.block_m)
@@ -355,10 +376,9 @@ class Backward:
     """The backward of one problem at one set of layouts: strides, dtypes, alignment, which gradients are wanted.
 
     Called with tensors of these layouts, it fills the gradients that are not None (dk and dv come together). The tensors
-    of the first call must pass :func:`supports`. ``deterministic`` takes the split kernels, and so does a call that
-    wants only dQ or only dK and dV; heads wider than 128, which have none, compute all three. Memory beyond the
-    gradients: 8 bytes per query row, and in the fused path 4 bytes per element of dQ (1 kB per row of wide heads).
-    ``config`` and ``l2_bytes`` are for tuning.
+    of the first call must pass :func:`supports`. A call that wants only dQ or only dK and dV takes the split kernels;
+    heads wider than 128, which have none, compute all three. Memory beyond the gradients: 8 bytes per query row, and
+    without split kernels 4 bytes per element of dQ (1 kB per row of wide heads). ``config`` and ``l2_bytes`` are for tuning.
     """
 
     def __init__(
@@ -388,8 +408,10 @@ class Backward:
         first = not self.launches
         if first:
             self.copy_do = bool(tma_reason("do", do))
-            split = width(self.problem) <= 128 and (self.deterministic or dq is None or dk is None)
-            self.plan = plan(self.problem, split, self.config, self.l2_bytes)
+            config, multiprocessors = self.config, target_of(device).multiprocessors
+            if width(self.problem) <= 128 and (dq is None or dk is None):
+                config = config or split_tiles(self.problem)
+            self.plan = plan(self.problem, self.deterministic, config, self.l2_bytes, multiprocessors)
         p = self.plan
         if p.config.d > 128:
             dk, dv = (torch.empty_like(x) if y is None else y for x, y in ((k, dk), (v, dv)))
