@@ -205,13 +205,11 @@ def supports(q: Tensor, k: Tensor, v: Tensor, *, impl: str = "auto", **features:
         shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
         extras, numbers, p = _check_features(q, k, shape, *options.values(), impl, flags[2])  # type: ignore[call-arg]
         problem = describe(q, k, v, extras, q.shape[2], k.shape[2], *numbers, p)
-        return dispatch.choose(problem, q.device, impl, _deterministic(options["deterministic"]))
+        asked = options["deterministic"]
+        deterministic = torch.are_deterministic_algorithms_enabled() if asked is None else asked
+        return dispatch.choose(problem, q.device, impl, deterministic)
     except (TypeError, ValueError, NotImplementedError) as error:
         return Support(False, str(error), "")
-
-
-def _deterministic(asked: bool | None) -> bool:
-    return torch.are_deterministic_algorithms_enabled() if asked is None else asked
 
 
 def dropout_mask(rng: Tensor, shape: tuple[int, int, int, int], dropout_p: float) -> Tensor:
@@ -465,9 +463,11 @@ def _call(
         _refuse_transforms(**extras._asdict())
     if dropout_p > 0.0:
         extras = extras._replace(rng=dropout.draw(q.device))
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
     out, lse, row_max = ops.attention(
-        _unit_last(q), _unit_last(k), _unit_last(v), *extras, max_q, max_k, *numbers, dropout_p, _deterministic(deterministic),
-        impl, return_max_logits,
+        _unit_last(q), _unit_last(k), _unit_last(v), *extras, max_q, max_k, *numbers, dropout_p, deterministic, impl,
+        return_max_logits,
     )  # fmt: skip
     if not (return_lse or return_max_logits):
         return out
