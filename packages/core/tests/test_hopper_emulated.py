@@ -106,6 +106,9 @@ FORWARD = {
     "mbarriers": dict(kv_stages=3, named_release=False),
     "one Q stage": dict(q_stages=1),
     "three warpgroups": dict(block_m=192, warpgroups=3, kv_stages=2),
+    "one warpgroup, two blocks a multiprocessor": dict(
+        block_m=128, block_n=64, warpgroups=1, kv_stages=4, turns=False, resident=2
+    ),
 }
 
 

@@ -157,7 +157,9 @@ def compile_for(problem_, extras, tensors, config=None):
     lse = torch.empty(q.shape[:3] if q.dim() == 4 else (q.shape[1], q.shape[0]))
     counter = torch.zeros(2, dtype=torch.int32) if plan.config.order == "dynamic" else None
     arguments = hopper.pack(plan, problem_, q, k, v, extras, out, lse, None, counter)
-    kernel = hopper.attn_fwd_hopper.warmup(*common.for_triton(arguments), num_warps=4, grid=(1,))
+    kernel = hopper.attn_fwd_hopper.warmup(
+        *common.for_triton(arguments), num_warps=4, maxnreg=plan.registers, grid=(1,)
+    )
     with tempfile.TemporaryDirectory() as folder:
         ptx, cubin = os.path.join(folder, "kernel.ptx"), os.path.join(folder, "kernel.cubin")
         with open(ptx, "w") as handle:
@@ -174,6 +176,8 @@ def compile_for(problem_, extras, tensors, config=None):
 #: accumulators never do: that would be hundreds of bytes.
 FEW_WORDS = 32
 
+SHARED_OF_A_MULTIPROCESSOR, RESERVED = 228 << 10, 1 << 10  # bytes; the second of every thread block
+
 
 def assert_good(messages, sass, metadata, spill_bytes=0):
     spills = re.search(r"(\d+) bytes spill stores", messages)
@@ -188,12 +192,37 @@ def assert_good(messages, sass, metadata, spill_bytes=0):
 
 
 @pytest.mark.aot
-def test_three_warpgroups_compile(sm90):
-    """160 registers each: nothing spills with Triton 3.6, some scalars of a tile do with 3.9."""
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_three_warpgroups_compile(sm90, causal):
+    """160 registers each: nothing spills in full attention with Triton 3.6, else some scalars of a tile do."""
     tensors = dense(64, n=8192, heads=(1, 1))
-    p = problem(*tensors)
-    assert hopper.tiles(p).warpgroups == 3
-    assert_good(*compile_for(p, Extras(), tensors), spill_bytes=0 if triton.__version__ < "3.7" else 4 * FEW_WORDS)
+    p = problem(*tensors, causal=causal)
+    assert hopper.tiles(p) == hopper.THREE_WARPGROUPS
+    few = 0 if triton.__version__ < "3.7" and not causal else 4 * FEW_WORDS
+    assert_good(*compile_for(p, Extras(), tensors), spill_bytes=few)
+
+
+@pytest.mark.aot
+def test_short_causal_compiles(sm90):
+    """Two blocks share a multiprocessor: half of its shared memory and registers each."""
+    tensors = dense(128, n=1024)
+    p = problem(*tensors, causal=True)
+    assert hopper.tiles(p) == hopper.TWO_BLOCKS
+    messages, sass, metadata = compile_for(p, Extras(), tensors)
+    assert_good(messages, sass, metadata)
+    assert 2 * (metadata.shared + RESERVED) <= SHARED_OF_A_MULTIPROCESSOR
+
+
+@pytest.mark.aot
+def test_three_blocks_share_a_multiprocessor(sm90):
+    """The tiles of D <= 64 count on a third of shared memory and registers."""
+    tensors = dense(64)
+    p = problem(*tensors, causal=True)
+    assert hopper.tiles(p) == hopper.THREE_BLOCKS
+    messages, sass, metadata = compile_for(p, Extras(), tensors)
+    assert_good(messages, sass, metadata)
+    assert 3 * (metadata.shared + RESERVED) <= SHARED_OF_A_MULTIPROCESSOR
+    assert 3 * 256 * int(re.search(r"Used (\d+) registers", messages)[1]) <= 65536
 
 
 @pytest.mark.aot

@@ -259,13 +259,17 @@ def scores(s, row, start_n, z, h, Nq, Nk, variant, args, MASK: gl.constexpr, S_L
 
 @gluon.jit
 def probabilities(s, m_i, unit_log2, MASK: gl.constexpr):
-    """p = exp(s - m) [64, BLOCK_N], the factor alpha [64] for what was accumulated before, and the new maximum m [64]."""
+    """p = exp(s - m) [M, BLOCK_N], the factor alpha [M] for what was accumulated before, and the new maximum m [M].
+
+    p is one fused multiply-add and one exp2 a score. The rounding of m * unit stays in it: a common factor of the row,
+    which the row sum has too. alpha must not have it, once per block: it is the exponential of a difference.
+    """
     m_new = gl.maximum(m_i, gl.max(s, 1))
-    pivot_log2 = m_new * unit_log2
+    m = m_new
     if MASK:  # a row that has seen no key yet
-        pivot_log2 = gl.where(m_new == float("-inf"), 0.0, pivot_log2)
-    alpha = gl.exp2(m_i * unit_log2 - pivot_log2)
-    p = gl.exp2(s * unit_log2 - pivot_log2[:, None])
+        m = gl.where(m_new == float("-inf"), 0.0, m_new)
+    alpha = gl.exp2((m_i - m) * unit_log2)
+    p = gl.exp2(s * unit_log2 - (m * unit_log2)[:, None])
     return p, alpha, m_new
 
 
@@ -368,6 +372,8 @@ def finish_tile(
 ):  # fmt: skip
     """Divide by the row sums, store LSE, and put O where Q was: no one reads this warpgroup's Q any more.
 
+    Scores past 2^28 (in powers of two) are more than one multiply-add in fp32 can subtract; such a row becomes NaN, never 0.
+
     Of a dense tensor the scheduler sends O on by TMA, which drops rows past the end. In a packed tensor the rows past the
     end belong to the next sequence, so this warpgroup stores its own under a mask.
     """
@@ -378,7 +384,8 @@ def finish_tile(
     row0 = start_m + WG * M
     row = row0 + gl.arange(0, M, layout=m_i.type.layout)
     l_row = gl.convert_layout(gl.sum(l_i, 1), m_i.type.layout)
-    l_safe = gl.where(l_row == 0.0, 1.0, l_row)
+    empty = gl.where(m_i == float("-inf"), 1.0, float("nan"))
+    l_safe = gl.where(l_row == 0.0, empty, l_row)
     at = h.to(gl.int64) * stride_lse[1] + q_row0 + row
     if not C.packed:
         at += z.to(gl.int64) * stride_lse[0]
@@ -706,7 +713,13 @@ def attn_fwd_hopper(
     v_descs = (v_desc, v_tail)
     o_descs = (o_desc, o_tail)
     # the argument tuples stand here in full because assigning one to a name would turn its constants into tensors
-    if C.warpgroups == 2:
+    if C.warpgroups == 1:
+        gl.warp_specialize([
+            (consumer, (O, stride_o, LSE, ROW_MAX, stride_lse, SINK, unit_log2, sizes, variant, args, tiles, bars, 0, C)),
+            (producer, (q_descs, k_descs, v_descs, sizes, variant, args, tiles, bars, C)),
+            (scheduler, (o_descs, CU_Q, CU_K, USED_K, COUNTER, sizes, tiles, bars, C)),
+        ], [1, 1], [C.producer_regs, C.producer_regs])  # fmt: skip
+    elif C.warpgroups == 2:
         gl.warp_specialize([
             (consumer, (O, stride_o, LSE, ROW_MAX, stride_lse, SINK, unit_log2, sizes, variant, args, tiles, bars, 0, C)),
             (consumer, (O, stride_o, LSE, ROW_MAX, stride_lse, SINK, unit_log2, sizes, variant, args, tiles, bars, 1, C)),

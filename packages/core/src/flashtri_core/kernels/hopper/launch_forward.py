@@ -18,8 +18,7 @@ from .forward import attn_fwd_hopper
 
 OLDEST, NEWEST = (3, 6), (3, 9)  # Triton versions whose compiled code the ahead-of-time tests check
 
-#: K and V bytes of the heads that run side by side; measured best among 2..32 MB on an H200 (50 MB of L2).
-L2_BYTES = 32 << 20
+MB = 1 << 20
 
 #: Head dimension up to -> columns in the main tile and in the second tile (powers of two, 128-byte rows or less).
 COLUMNS = {64: (64, 0), 96: (64, 32), 128: (128, 0), 192: (128, 64), 256: (256, 0)}
@@ -39,6 +38,8 @@ class ForwardConfig:
     named_release: bool = False  # k_empty and v_empty as named barriers instead of mbarriers
     consumer_regs: int = 240
     producer_regs: int = 24
+    resident: int = 1  # thread blocks that share a multiprocessor
+    l2_bytes: int = 32 * MB  # K and V of the heads that run side by side
     d: int = 128
     d_tail: int = 0
     dv: int = 128
@@ -57,22 +58,33 @@ def columns(head_dim: int) -> tuple[int, int]:
     return next(split for limit, split in COLUMNS.items() if head_dim <= limit)
 
 
-def tiles(problem: Problem) -> ForwardConfig:
-    """Tile sizes and schedule for a problem, by the measurements in NOTES.md."""
-    width = max(problem.head_dim, problem.head_dim_v)
-    if width > 192:
-        return ForwardConfig(block_n=64, q_stages=1, named_release=True)  # a second Q does not fit
-    if width > 128:
-        return ForwardConfig(block_n=64)
-    if width > 64:
-        return ForwardConfig(named_release=True)
-    if set(problem.features) <= {"gqa"} and problem.seqlen_q >= 2048:
-        return THREE_WARPGROUPS
-    return ForwardConfig(kv_stages=4)
+#: Blocks of one consumer warpgroup with 64 rows, several to a multiprocessor: while one begins or ends a tile, the others
+#: keep the tensor cores busy. Best where tiles are short.
+THREE_BLOCKS = ForwardConfig(block_m=64, block_n=64, warpgroups=1, kv_stages=3, turns=False, resident=3)  # D <= 64
+TWO_BLOCKS = ForwardConfig(block_m=64, block_n=64, warpgroups=1, turns=False, resident=2)  # D <= 128
 
-
-#: For D <= 64: more warpgroups hide more of one another's latency; their 160 registers do for plain full attention only.
+#: For D <= 64 and long rows of plain tiles: more warpgroups hide more of one another's latency, and share K and V.
 THREE_WARPGROUPS = ForwardConfig(block_m=192, warpgroups=3, consumer_regs=160, producer_regs=32)
+
+
+def tiles(problem: Problem) -> ForwardConfig:
+    """Tile sizes and schedule for a problem, by the measurements in NOTES.md.
+
+    Packed problems get the same tiles whatever their lengths: a sequence's result does not depend on what it is packed with.
+    """
+    width = max(problem.head_dim, problem.head_dim_v)
+    others = set(problem.features) - {"gqa"}
+    if width > 192:
+        return ForwardConfig(block_n=64, q_stages=1, named_release=True, l2_bytes=128 * MB)  # a second Q does not fit
+    if width > 128:
+        return ForwardConfig(block_n=64, l2_bytes=128 * MB)
+    if width > 96 and others == {"causal"} and problem.seqlen_q <= 1024:
+        return TWO_BLOCKS
+    if width > 64:
+        return ForwardConfig(named_release=True, l2_bytes=(32 if problem.seqlen_k <= 2048 else 64) * MB)
+    if (not others and problem.seqlen_q >= 2048) or (others == {"causal"} and problem.seqlen_q >= 8192):
+        return THREE_WARPGROUPS
+    return THREE_BLOCKS if others else ForwardConfig(kv_stages=4)
 
 
 def specialise(config: ForwardConfig, problem: Problem) -> ForwardConfig:
@@ -143,10 +155,11 @@ class Plan:
     config: ForwardConfig
     constants: Constants
     grid: int
+    registers: int | None  # per thread at launch, where the multiprocessor is shared
     sizes: tuple[int, ...]  # heads, group, Nq, Nk, blocks, batch_heads, head_group, num_tiles
 
 
-def plan(problem: Problem, config: ForwardConfig | None, multiprocessors: int, l2_bytes: int = L2_BYTES) -> Plan:
+def plan(problem: Problem, config: ForwardConfig | None, multiprocessors: int) -> Plan:
     """Grid and sizes; ``config`` None means the shipped choice."""
     full = specialise(config or tiles(problem), problem)
     heads, group = problem.heads_q, problem.heads_q // problem.heads_k
@@ -157,10 +170,13 @@ def plan(problem: Problem, config: ForwardConfig | None, multiprocessors: int, l
         blocks, batch_heads = -(-problem.seqlen_q // full.block_m), problem.batch * heads
         num_tiles = blocks * batch_heads
     per_head = 2 * problem.seqlen_k * (problem.head_dim + problem.head_dim_v) // group
-    together = 1 if problem.mask_kind == "full" else max(1, min(batch_heads, l2_bytes // max(per_head, 1)))
+    groups = -(-batch_heads // max(1, full.l2_bytes // max(per_head, 1)))
+    together = 1 if problem.mask_kind == "full" else -(-batch_heads // groups)  # equal groups: a small last one is a tail
     sizes = (heads, group, problem.seqlen_q, problem.seqlen_k, blocks, batch_heads, together, num_tiles)
-    grid = num_tiles if full.order == "single" else min(num_tiles, multiprocessors)
-    return Plan(full, Constants(full), grid, sizes)
+    grid = num_tiles if full.order == "single" else min(num_tiles, full.resident * multiprocessors)
+    threads = 128 * (full.warpgroups + 1)
+    registers = None if full.resident == 1 else 65536 // full.resident // threads // 8 * 8
+    return Plan(full, Constants(full), grid, registers, sizes)
 
 
 def pack(
@@ -213,15 +229,15 @@ class Forward:
     """The forward of one problem at one set of layouts: strides, dtypes, alignment, which optional tensors there are.
 
     Called with tensors of these layouts, it fills ``out``, ``lse`` and, if given, ``row_max``. The tensors of the first
-    call must pass :func:`supports`. ``config`` and ``l2_bytes`` are for tuning.
+    call must pass :func:`supports`. ``config`` is for tuning.
     """
 
     def __init__(
         self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Extras, out: Tensor, lse: Tensor,
-        config: ForwardConfig | None = None, l2_bytes: int = L2_BYTES,
+        config: ForwardConfig | None = None,
     ) -> None:  # fmt: skip
         self.problem, self.device = problem, q.device
-        self.plan = plan(problem, config, target_of(q.device).multiprocessors, l2_bytes)
+        self.plan = plan(problem, config, target_of(q.device).multiprocessors)
         self.dynamic = self.plan.config.order == "dynamic"
         self.launch: Launch | None = None
 
@@ -240,7 +256,7 @@ class Forward:
             tensors = tuple(None if x is None else x.detach() for x in tensors)  # told apart even where one comes twice
             q, k, v, out, lse, row_max, counter, *rest = tensors
             arguments = pack(self.plan, self.problem, q, k, v, Extras(*rest), out, lse, row_max, counter)
-            compiled = attn_fwd_hopper[(grid,)](*for_triton(arguments), num_warps=4)
+            compiled = attn_fwd_hopper[(grid,)](*for_triton(arguments), num_warps=4, maxnreg=self.plan.registers)
             self.launch = Launch(compiled, arguments, tensors)
             return
         if not self.launch.launch(grid, self.device.index, [0 if x is None else x.data_ptr() for x in tensors]):

@@ -64,7 +64,7 @@ class Kernel:
         self.metadata = types.SimpleNamespace(tensordesc_meta=(None,))
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def launch(*args: Any, num_warps: int = 4) -> Kernel:
+        def launch(*args: Any, num_warps: int = 4, maxnreg: int | None = None) -> Kernel:
             self.emulator.run(self.jit, grid[0], args, num_warps)
             return self
 
