@@ -414,10 +414,32 @@ def test_packed_equals_one_by_one(d, causal):
             assert (lse[:, rows] == float("-inf")).all()
         elif nq:
             parts = [x[span].transpose(0, 1)[None] for x, span in ((q, rows), (k, keys), (v, keys))]
-            alone, alone_lse, _max = run(problem(*parts, causal=causal), *parts)
+            alone, alone_lse, _max = run(problem(*parts, causal=causal), *parts, config=hopper.tiles(p))
             torch.testing.assert_close(out[rows], alone[0].transpose(0, 1), atol=0, rtol=0, equal_nan=True)
             torch.testing.assert_close(lse[:, rows], alone_lse[0], atol=0, rtol=0, equal_nan=True)
             assert s in (1, 2) or torch.isfinite(out[rows]).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("d", [64, 128])
+def test_equal_huge_scores_weigh_the_same(d):
+    """Blocks of keys are brought to a common maximum without an error: here it would be per cents for each block."""
+    n = 4096
+    q, k = (
+        torch.full((1, 1, 200, d), 480.0, device="cuda", dtype=torch.float16),
+        torch.full((1, 1, n, d), -400.0, device="cuda", dtype=torch.float16),
+    )
+    v = torch.linspace(0, 1, n, device="cuda", dtype=torch.float16)[None, None, :, None].expand(1, 1, n, d).contiguous()
+    out, _lse, _max = run(problem(q, k, v), q, k, v)
+    torch.testing.assert_close(out.float(), torch.full_like(out.float(), 0.5), atol=2e-3, rtol=0)
+
+
+@pytest.mark.gpu
+def test_scores_too_large_for_a_multiply_add_are_not_lost():
+    """Right, or NaN where scores are 1e11: never a silent zero."""
+    x = torch.full((1, 1, 1, 64), 133120.0, device="cuda", dtype=torch.bfloat16)
+    out, _lse, _max = run(problem(x, x, x), x, x, x)
+    assert (out.isnan() | (out == 133120.0)).all()
 
 
 @pytest.mark.gpu

@@ -78,13 +78,13 @@ def tiles(problem: Problem) -> ForwardConfig:
         return ForwardConfig(block_n=64, q_stages=1, named_release=True, l2_bytes=128 * MB)  # a second Q does not fit
     if width > 128:
         return ForwardConfig(block_n=64, l2_bytes=128 * MB)
-    if width > 96 and others == {"causal"} and problem.seqlen_q <= 1024:
+    if width > 96 and problem.mask_kind == "causal" and problem.seqlen_q <= 1024 and not problem.varlen:
         return TWO_BLOCKS
     if width > 64:
         return ForwardConfig(named_release=True, l2_bytes=(32 if problem.seqlen_k <= 2048 else 64) * MB)
     if (not others and problem.seqlen_q >= 2048) or (others == {"causal"} and problem.seqlen_q >= 8192):
         return THREE_WARPGROUPS
-    return THREE_BLOCKS if others else ForwardConfig(kv_stages=4)
+    return THREE_BLOCKS
 
 
 def specialise(config: ForwardConfig, problem: Problem) -> ForwardConfig:
