@@ -9,11 +9,11 @@ dS^T stay in registers as the left operands of dV and dK::
 dV and dK belong to this block. dQ does not: every key block adds to it, so it is gathered in an fp32 accumulator in memory
 by ``red.global.add``, zeroed by the pre-pass and converted to 16 bits afterwards (:mod:`.backward_ends`). The order of
 those additions varies from run to run; with ``C.dq = False`` the kernel leaves dQ out, and :mod:`.backward_split` computes
-it without sharing: the deterministic path.
+it without sharing, which is deterministic.
 
 With ``C.whole_head`` one block walks over all key tiles of a head, from the last to the first. Then dQ has one writer: a row's
 first addition is a store, so nothing needs zeroing, the order is fixed, and the block itself converts dQ at the end. It takes
-about as many heads as the GPU has multiprocessors.
+heads enough for every multiprocessor, and short ones: their dQ has to stay in L2.
 
 One step takes BLOCK_M query rows of one head; the heads of a GQA group follow one another, so that dK and dV are summed
 in registers. dQ's product needs dS of all 128 keys: each warpgroup writes its dS^T to shared memory, waits for the other's
