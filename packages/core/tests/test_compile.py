@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor import config as inductor_config
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flashtri_core import flash_attn, flash_attn_varlen
@@ -50,14 +51,18 @@ def same(a, b, lane):
 
 
 def compare(lane, block, *arguments, dynamic=None):
-    """Compiled without a graph break, outputs and weight gradients are those of the plain module."""
+    """Compiled without a graph break, outputs and weight gradients are those of the plain module.
+
+    Inductor draws by a generator of its own unless it falls back; dropout then has the plain module's seed.
+    """
     compiled = torch.compile(block, fullgraph=True, backend=backend(lane), dynamic=dynamic)
     results = []
     for run in (block, compiled):
         block.zero_grad()
         torch.manual_seed(1)
-        out = run(*arguments)
-        out.float().square().sum().backward()
+        with inductor_config.patch(fallback_random=True):
+            out = run(*arguments)
+            out.float().square().sum().backward()
         results.append((out.detach(), block.qkv.weight.grad.clone()))
     for a, b in zip(*results, strict=True):
         same(a, b, lane)
@@ -70,6 +75,28 @@ def compare(lane, block, *arguments, dynamic=None):
 def test_no_graph_break(lane, features):
     """Row 91: fullgraph compiles forward and backward around the dense call."""
     compare(lane, Block(lane, **features), lane.randn(2, 24, 32))
+
+
+@lanes(*WHERE)
+def test_one_dropout_mask_per_compiled_call(lane):
+    """By whichever generator the seed is drawn: backward drops what forward dropped, and the next call something else.
+
+    With v and dO the identity, the output is P after dropout and dV is its transpose.
+    """
+    compiled = torch.compile(
+        lambda q, k, v: flash_attn(q, k, v, dropout_p=0.5, impl=lane.impl), fullgraph=True, backend=backend(lane)
+    )
+    q, k = (lane.randn(1, 2, 32, 32, seed=s) for s in range(2))
+    eye = torch.eye(32, device=lane.device, dtype=lane.dtype).expand(1, 2, 32, 32)
+    outs = []
+    for _ in range(2):
+        v = eye.clone().requires_grad_()
+        outs.append(compiled(q, k, v))
+        (dv,) = torch.autograd.grad(outs[-1], v, eye)
+        assert torch.equal(outs[-1] == 0, dv.mT == 0)
+        same(outs[-1], dv.mT, lane)
+        assert 0.4 < (dv == 0).double().mean() < 0.6
+    assert not torch.equal(*(out == 0 for out in outs))
 
 
 @lanes(*WHERE)
