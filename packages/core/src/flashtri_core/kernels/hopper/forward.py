@@ -43,7 +43,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..schedule import dense_tile, packed_tile, span_of
-from ..softmax import LN2, LOG2E
+from ..softmax import LN2, LOG2E, LOWEST
 from .common import named_barrier_arrive, named_barrier_wait, tma_load, tma_store
 
 SLOT_FIELDS = gl.constexpr(7)  # start_m, z, h, first query row, first key row, Nq, Nk
@@ -258,18 +258,15 @@ def scores(s, row, start_n, z, h, Nq, Nk, variant, args, MASK: gl.constexpr, S_L
 
 
 @gluon.jit
-def probabilities(s, m_i, unit_log2, MASK: gl.constexpr):
+def probabilities(s, m_i, unit_log2):
     """p = exp(s - m) [M, BLOCK_N], the factor alpha [M] for what was accumulated before, and the new maximum m [M].
 
-    p is one fused multiply-add and one exp2 a score. The rounding of m * unit stays in it: a common factor of the row,
-    which the row sum has too. alpha must not have it, once per block: it is the exponential of a difference.
+    As in :func:`..softmax.online_softmax_step`, whose words on rounding hold here, but for its last sentence.
     """
     m_new = gl.maximum(m_i, gl.max(s, 1))
-    m = m_new
-    if MASK:  # a row that has seen no key yet
-        m = gl.where(m_new == float("-inf"), 0.0, m_new)
-    alpha = gl.exp2((m_i - m) * unit_log2)
-    p = gl.exp2(s * unit_log2 - (m * unit_log2)[:, None])
+    pivot_log2 = gl.maximum(m_new * unit_log2, LOWEST)
+    alpha = gl.exp2(gl.maximum(m_i * unit_log2, LOWEST) - pivot_log2)
+    p = gl.exp2(s * unit_log2 - pivot_log2[:, None])
     return p, alpha, m_new
 
 
@@ -353,7 +350,7 @@ def step(
     s = wait_qk(s, C)
     release(bars.k_empty, RELEASE_K, k_stage, C)
     s = scores(s, row, block * C.block_n, z, h, Nq, Nk, variant, args, MASK, S_LAYOUT, C)
-    p, alpha, m_i = probabilities(s, m_i, unit_log2, MASK)
+    p, alpha, m_i = probabilities(s, m_i, unit_log2)
     parts = row_parts(p, C)
     l_i = scale_rows(l_i, alpha) + parts
     # The next step needs this V anyway. Waiting here, a branch, keeps ptxas from moving exp2 below the wait for O.
@@ -584,7 +581,7 @@ def first_block(
     if SINK is not None:
         m_i = gl.full([M], 0.0, gl.float32, layout=ROWS) + gl.load(SINK + h).to(gl.float32) * (LOG2E / unit_log2)
     s = scores(s, row, block * C.block_n, z, h, Nq, Nk, variant, args, C.mask_last, S_LAYOUT, C)
-    p, alpha, m_i = probabilities(s, m_i, unit_log2, C.mask_last)
+    p, alpha, m_i = probabilities(s, m_i, unit_log2)
     l_i = row_parts(p, C)
     if SINK is not None:
         l_i += scale_rows(gl.full([M, 4], 0.25, gl.float32, l_i.type.layout), alpha)  # l = 1, shared by four threads
