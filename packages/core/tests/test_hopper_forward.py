@@ -198,8 +198,9 @@ def test_three_warpgroups_compile(sm90, causal):
     tensors = dense(64, n=8192, heads=(1, 1))
     p = problem(*tensors, causal=causal)
     assert hopper.tiles(p) == hopper.THREE_WARPGROUPS
-    few = 0 if triton.__version__ < "3.7" and not causal else 4 * FEW_WORDS
-    assert_good(*compile_for(p, Extras(), tensors), spill_bytes=few)
+    old = triton.__version__ < "3.7"
+    bytes_ = (4 * FEW_WORDS if old else 5 * FEW_WORDS) if causal else (0 if old else 4 * FEW_WORDS)
+    assert_good(*compile_for(p, Extras(), tensors), spill_bytes=bytes_)
 
 
 @pytest.mark.aot
