@@ -287,7 +287,7 @@ class Run:
     def _warm(self, units: Sequence[Unit]) -> None:
         """Fill the compilers' caches with several processes before anything is timed.
 
-        A peer compiled for each shape takes ten seconds and more, on one core: eight processes do in a minute what
+        A peer compiled for each shape takes ten seconds and more, on one core: many processes do in a minute what
         would otherwise be most of the run. Meanwhile the measuring worker runs every other peer once for each kind of
         problem, since some keep what they compile in the process. Failures are ignored; the measurement meets them
         again.
@@ -303,7 +303,7 @@ class Run:
         queues: dict[Worker, list[Unit]] = {}
         if self._worker is not None:
             queues[self._worker] = own
-        for _ in range(min(8, (os.cpu_count() or 2) // 2, len(shared))):
+        for _ in range(min(16, (os.cpu_count() or 2) // 2, len(shared))):
             queues[self.spawn(self.inbox, 1, 1)] = shared
         busy: list[Worker] = []
 
