@@ -257,7 +257,8 @@ def test_features_compile(sm90, name, d):
     kw = dict(kw)
     tensors, extras = dense(d), Extras(**extra)
     p = dataclasses.replace(problem(*tensors, extras, softmax_scale=kw.pop("softmax_scale", 0.1)), **kw)
-    assert_good(*compile_for(p, extras, tensors), spill_bytes=FEW_WORDS)
+    many = d == 256 and "alibi" in name and triton.__version__ > "3.7"  # of a tile's scalars, with Triton 3.9's ptxas
+    assert_good(*compile_for(p, extras, tensors), spill_bytes=7 * FEW_WORDS if many else FEW_WORDS)
 
 
 @pytest.mark.aot
@@ -436,9 +437,13 @@ def test_equal_huge_scores_weigh_the_same(d):
 
 
 @pytest.mark.gpu
-def test_scores_too_large_for_a_multiply_add_are_not_lost():
-    """Right, or NaN where scores are 1e11: never a silent zero."""
-    x = torch.full((1, 1, 1, 64), 133120.0, device="cuda", dtype=torch.bfloat16)
+@pytest.mark.parametrize("d", [64, 128])
+def test_scores_too_large_for_a_multiply_add(d):
+    """Exact in one block of keys, NaN in more: never a weight that is silently wrong."""
+    x = torch.full((1, 1, 300, d), 133120.0, device="cuda", dtype=torch.bfloat16)
+    k = x[:, :, :50].contiguous()
+    out, _lse, _max = run(problem(x, k, k), x, k, k)
+    assert (out == 133120.0).all()
     out, _lse, _max = run(problem(x, x, x), x, x, x)
     assert (out.isnan() | (out == 133120.0)).all()
 

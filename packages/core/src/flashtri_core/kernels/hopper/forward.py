@@ -43,7 +43,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..schedule import dense_tile, packed_tile, span_of
-from ..softmax import LN2, LOG2E, LOWEST
+from ..softmax import LARGE_LOG2, LN2, LOG2E, LOWEST
 from .common import named_barrier_arrive, named_barrier_wait, tma_load, tma_store
 
 SLOT_FIELDS = gl.constexpr(7)  # start_m, z, h, first query row, first key row, Nq, Nk
@@ -258,15 +258,23 @@ def scores(s, row, start_n, z, h, Nq, Nk, variant, args, MASK: gl.constexpr, S_L
 
 
 @gluon.jit
-def probabilities(s, m_i, unit_log2):
+def probabilities(s, m_i, unit_log2, FIRST: gl.constexpr):
     """p = exp(s - m) [M, BLOCK_N], the factor alpha [M] for what was accumulated before, and the new maximum m [M].
 
-    As in :func:`..softmax.online_softmax_step`, whose words on rounding hold here, but for its last sentence.
+    As in :func:`..softmax.online_softmax_step`, whose words on rounding hold here. The unit of a row with huge scores is
+    looked after in a tile's first block only: its two operations a row would cost 2 to 4 % in every block.
     """
     m_new = gl.maximum(m_i, gl.max(s, 1))
-    pivot_log2 = gl.maximum(m_new * unit_log2, LOWEST)
-    alpha = gl.exp2(gl.maximum(m_i * unit_log2, LOWEST) - pivot_log2)
-    p = gl.exp2(s * unit_log2 - pivot_log2[:, None])
+    if FIRST:
+        power = ((unit_log2.to(gl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(gl.float32, bitcast=True)
+        unit = gl.where(gl.abs(m_new) * unit_log2 > LARGE_LOG2, power, unit_log2)
+        pivot_log2 = gl.maximum(m_new * unit, LOWEST)
+        alpha = gl.exp2(gl.maximum(m_i * unit, LOWEST) - pivot_log2)
+        p = gl.exp2(s * unit[:, None] - pivot_log2[:, None])
+    else:
+        pivot_log2 = gl.maximum(m_new * unit_log2, LOWEST)
+        alpha = gl.exp2(gl.maximum(m_i * unit_log2, LOWEST) - pivot_log2)
+        p = gl.exp2(s * unit_log2 - pivot_log2[:, None])
     return p, alpha, m_new
 
 
@@ -350,7 +358,7 @@ def step(
     s = wait_qk(s, C)
     release(bars.k_empty, RELEASE_K, k_stage, C)
     s = scores(s, row, block * C.block_n, z, h, Nq, Nk, variant, args, MASK, S_LAYOUT, C)
-    p, alpha, m_i = probabilities(s, m_i, unit_log2)
+    p, alpha, m_i = probabilities(s, m_i, unit_log2, False)
     parts = row_parts(p, C)
     l_i = scale_rows(l_i, alpha) + parts
     # The next step needs this V anyway. Waiting here, a branch, keeps ptxas from moving exp2 below the wait for O.
@@ -364,12 +372,12 @@ def step(
 # ---------------------------------------------------------------------------------------------------------- epilogue
 @gluon.jit
 def finish_tile(
-    acc, m_i, l_i, turn, O, stride_o, LSE, ROW_MAX, stride_lse, unit_log2, sizes, tiles, bars, WG: gl.constexpr,
-    C: gl.constexpr,
+    acc, m_i, l_i, turn, blocks, O, stride_o, LSE, ROW_MAX, stride_lse, unit_log2, sizes, tiles, bars,
+    WG: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Divide by the row sums, store LSE, and put O where Q was: no one reads this warpgroup's Q any more.
 
-    Scores past 2^28 (in powers of two) are more than one multiply-add in fp32 can subtract; such a row becomes NaN, never 0.
+    A row whose maximum is past LARGE_LOG2 was exact in the first block alone: with more blocks it becomes NaN.
 
     Of a dense tensor the scheduler sends O on by TMA, which drops rows past the end. In a packed tensor the rows past the
     end belong to the next sequence, so this warpgroup stores its own under a mask.
@@ -381,8 +389,9 @@ def finish_tile(
     row0 = start_m + WG * M
     row = row0 + gl.arange(0, M, layout=m_i.type.layout)
     l_row = gl.convert_layout(gl.sum(l_i, 1), m_i.type.layout)
-    empty = gl.where(m_i == float("-inf"), 1.0, float("nan"))
-    l_safe = gl.where(l_row == 0.0, empty, l_row)
+    limit = gl.where(blocks > 1, LARGE_LOG2, float("inf"))
+    l_safe = gl.where(gl.abs(m_i) * unit_log2 > limit, float("nan"), l_row)
+    l_safe = gl.where(m_i == float("-inf"), 1.0, l_safe)
     at = h.to(gl.int64) * stride_lse[1] + q_row0 + row
     if not C.packed:
         at += z.to(gl.int64) * stride_lse[0]
@@ -581,7 +590,7 @@ def first_block(
     if SINK is not None:
         m_i = gl.full([M], 0.0, gl.float32, layout=ROWS) + gl.load(SINK + h).to(gl.float32) * (LOG2E / unit_log2)
     s = scores(s, row, block * C.block_n, z, h, Nq, Nk, variant, args, C.mask_last, S_LAYOUT, C)
-    p, alpha, m_i = probabilities(s, m_i, unit_log2)
+    p, alpha, m_i = probabilities(s, m_i, unit_log2, True)
     l_i = row_parts(p, C)
     if SINK is not None:
         l_i += scale_rows(gl.full([M, 4], 0.25, gl.float32, l_i.type.layout), alpha)  # l = 1, shared by four threads
@@ -648,7 +657,9 @@ def consumer(
         v_stage, _phase = stage_of(count - 1, C)
         acc = wait_pv(dot_pv(p16, tiles, v_stage, acc, C), C)
         release(bars.v_empty, RELEASE_V, v_stage, C)
-        finish_tile(acc, m_i, l_i, turn, O, stride_o, LSE, ROW_MAX, stride_lse, unit_log2, sizes, tiles, bars, WG, C)
+        finish_tile(
+            acc, m_i, l_i, turn, last - first, O, stride_o, LSE, ROW_MAX, stride_lse, unit_log2, sizes, tiles, bars, WG, C
+        )
         turn += 1
         start_m, z, h, _q_row0, _k_row0, Nq, Nk = await_tile(turn, sizes, tiles, bars, 4, C)
     if WG == 0:

@@ -119,8 +119,12 @@ class Value:
 
     layout = None
 
-    def to(self, dtype: Any) -> Value:
-        """Cast; floats become integers by truncation."""
+    def to(self, dtype: Any, bitcast: bool = False) -> Value:
+        """Cast; floats become integers by truncation. ``bitcast`` is for float32 and int32: the same bits."""
+        if bitcast:
+            source, target = (np.float32, np.int32) if is_float(self.dtype) else (np.int32, np.float32)
+            data = np.ascontiguousarray(self.data).astype(source).view(target)
+            return Value(data.astype(array_type(dtype)).reshape(self.shape), dtype)
         return Value(rounded(self.data, dtype), dtype)
 
     def reshape(self, *shape: Any) -> Value:
