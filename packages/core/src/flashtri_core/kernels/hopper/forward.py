@@ -395,7 +395,8 @@ def finish_tile(
     at = h.to(gl.int64) * stride_lse[1] + q_row0 + row
     if not C.packed:
         at += z.to(gl.int64) * stride_lse[0]
-    gl.store(LSE + at, (m_i * unit_log2 + gl.log2(l_safe)) * LN2, mask=row < Nq)
+    # written as one operation: else whether the compiler makes it one differs from kernel to kernel, and so would LSE
+    gl.store(LSE + at, gl.fma(m_i, unit_log2, gl.log2(l_safe)) * LN2, mask=row < Nq)
     if ROW_MAX is not None:
         gl.store(ROW_MAX + at, m_i * (unit_log2 * LN2), mask=row < Nq)
     acc = rescale(acc, 1.0 / l_safe, C)

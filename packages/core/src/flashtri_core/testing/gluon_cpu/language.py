@@ -259,6 +259,7 @@ _LANGUAGE |= dict.fromkeys(("BlockedLayout", "SliceLayout", "NVMMADistributedLay
 _LANGUAGE |= {
     "SwizzledSharedLayout": _no_layout, "NVMMASharedLayout": _common.gl.NVMMASharedLayout,
     "exp2": _unary(np.exp2), "log2": _unary(np.log2), "abs": _unary(np.abs),
+    "fma": lambda a, b, c: lift(a) * b + c,
     "minimum": _binary(np.fmin), "maximum": _binary(np.fmax),
     "max": _reduction(np.fmax.reduce), "min": _reduction(np.fmin.reduce), "sum": _reduction(np.sum),
     "where": where, "arange": arange, "full": full, "zeros": lambda shape, dtype, layout=None: full(shape, 0, dtype),
