@@ -97,6 +97,12 @@ def test_all_features_together(d, seed, poisoned):
 
 
 # ------------------------------------------------------------------------------------------------- schedules
+def use(launcher, options, monkeypatch):
+    """Launch what is shipped with some fields of its configuration changed."""
+    tiles = launcher.tiles
+    monkeypatch.setattr(launcher, "tiles", lambda *call: dataclasses.replace(tiles(*call), **options))
+
+
 FORWARD = {
     "single": dict(order="single"),
     "static": dict(order="static"),
@@ -115,8 +121,7 @@ FORWARD = {
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("name", FORWARD)
 def test_forward_schedules(name, causal, monkeypatch, poisoned):
-    tiles = launch_forward.tiles
-    monkeypatch.setattr(launch_forward, "tiles", lambda p: dataclasses.replace(tiles(p), **FORWARD[name]))
+    use(launch_forward, FORWARD[name], monkeypatch)
     for seed in range(2):
         check(Case("schedule", heads=(4, 2), nq=400, nk=330, d=64, causal=causal), HALF, backward=False, seed=seed)
 
@@ -124,8 +129,7 @@ def test_forward_schedules(name, causal, monkeypatch, poisoned):
 @pytest.mark.parametrize("options", [dict(early_dv=True), dict(q_stages=3), dict(do_stages=3)], ids=str)
 @pytest.mark.parametrize("d", [64, 128])
 def test_backward_schedules(d, options, monkeypatch, poisoned):
-    tiles = launch_backward.tiles
-    monkeypatch.setattr(launch_backward, "tiles", lambda *call: dataclasses.replace(tiles(*call), **options))
+    use(launch_backward, options, monkeypatch)
     check(Case("schedule", heads=(4, 2), nq=400, nk=330, d=d, causal=True), HALF)
 
 
@@ -282,6 +286,30 @@ FAULTS = {
     "a phase that never flips": ("forward.stage_of", "& 1", "& 0", "deadlock.*k_full"),
     "no wait for K": ("forward.step", "mbarrier.wait(bars.k_full.index(k_stage), k_phase)", "pass", "TMA load fills"),
     "no wait for V": ("forward.step", "mbarrier.wait(bars.v_full.index(k_stage), k_phase)", "pass", "TMA load|twice"),
+    "no wait for a tile's Q": ("forward.first_block", "mbarrier.wait(bars.q_full.", "(bars.q_full.", "TMA load fills"),
+    "Q loaded over O": (
+        "forward.producer",
+        "mbarrier.wait(bars.q_empty.",
+        "(bars.q_empty.",
+        "while a wgmma or a TMA store reads|TMA load fills",
+        {"q_stages": 1},
+    ),
+    "K loaded too early": ("forward.load_k", "wait_empty(", "(", "while a wgmma or a TMA store reads"),
+    "V loaded too early": ("forward.load_v", "wait_empty(", "(", "while a wgmma|named barrier twice"),
+    "K and V loaded too early": (
+        "forward.wait_empty",
+        "mbarrier.wait(",
+        "(",
+        "while a wgmma or a TMA store reads",
+        {"named_release": False},
+    ),
+    "K and V never released": (
+        "forward.release",
+        "mbarrier.arrive(bar.index(stage), count=1)",
+        "pass",
+        "deadlock.*k_empty",
+        {"named_release": False},
+    ),
     "V never released": (
         "forward.step",
         "release(bars.v_empty, RELEASE_V, v_stage, C)",
@@ -297,6 +325,8 @@ FAULTS = {
     "S used before its wait": ("forward.wait_qk", "warpgroup_mma_wait(1,", "warpgroup_mma_wait(2,", "read before"),
     "too few bytes expected": ("forward.load_rows", "(D + D_TAIL) * 2)", "(D + D_TAIL))", "deadlock"),
     "O stored without a fence": ("forward.finish_tile", "fence_async_shared()", "pass", "lacks fence_async_shared"),
+    "O sent too early": ("forward.send_output", "mbarrier.wait(bars.o_full.", "(bars.o_full.", "TMA load fills|out"),
+    "a tile taken before it is announced": ("forward.await_tile", "mbarrier.wait(", "(", "deadlock|out"),
     "one key too many": ("forward.scores", "j < Nk", "j <= Nk", "lse"),
     "the wrong key head": ("forward.producer", "hk = h // sizes.group", "hk = h % 2", "out"),
     "a tile left out": ("forward.next_tile", "gl.atomic_add(COUNTER, 1)", "gl.atomic_add(COUNTER, 2)", "out"),
@@ -322,6 +352,14 @@ FAULTS = {
         "pass",
         "reads|dq|fence",
     ),
+    "one buffer for dS": ("backward.step", "ds_phase = ring(count, 2)", "ds_phase = ring(count, 1)", "dq|fence|reads"),
+    "K loaded over dK": (
+        "backward.producer",
+        "mbarrier.wait(bars.kv_empty.",
+        "(bars.kv_empty.",
+        "while a wgmma or a TMA store reads|without fence",
+        {"whole_head": True},
+    ),
     "dQ to the wrong half": ("backward.step", "DQ_ACC, block * 2 + WG,", "DQ_ACC, block * 2 + 1 - WG,", "dq"),
     "the accumulator not zeroed": ("backward_ends.attn_bwd_before_kernel", "tl.store(zeros,", "(zeros,", "dq"),
     "delta without the gradient of LSE": ("backward_ends.attn_bwd_before_kernel", "delta -= ", "delta += ", "dq.*dk"),
@@ -331,9 +369,12 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_an_injected_fault_is_noticed(fault, poisoned):
+def test_an_injected_fault_is_noticed(fault, monkeypatch, poisoned):
     """By a rule of the machine, or by wrong numbers, in one of a few interleavings."""
-    place, old, new, words = FAULTS[fault]
+    place, old, new, words, *options = FAULTS[fault]
+    launcher = launch_backward if place.startswith("backward") else launch_forward
+    for changes in options:
+        use(launcher, changes, monkeypatch)
     case = Case("fault", heads=(4, 2), nq=260, nk=300, d=128, causal=place.startswith("backward"))
 
     def some_runs():

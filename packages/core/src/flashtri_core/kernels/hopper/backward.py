@@ -35,7 +35,7 @@ Barriers (``full``: the bytes are there; ``empty``: all readers are done)::
 ``ds`` has two buffers and no ``empty`` barrier: a warpgroup that writes buffer b again has waited, one step before, for
 both warpgroups to fill the other buffer, and each of them did that after its last read of b. K's rows are read by both
 warpgroups (dQ), so ``k_done`` counts both in before dK leaves through K's buffer; V's rows are private.
-:mod:`.backward_protocol` is a model of these rules that tests execute in random order.
+:mod:`...testing.gluon_cpu` runs all of this on CPU tensors, in random order.
 """
 
 from typing import Any, NamedTuple

@@ -26,8 +26,8 @@ Barriers (``full``: the data have landed; ``empty``: all readers are done; ``slo
 
 The scheduler is a warp of its own because claiming a tile from the counter takes about a microsecond, in which the producer
 would fetch nothing. Block counters run on across tiles, so stage = count % kv_stages and phase = (count // kv_stages) & 1 need
-no reset, and the producer fetches the next tile's Q and K while the consumers finish this one. :mod:`.protocol` is a model of
-these rules that tests execute in random order.
+no reset, and the producer fetches the next tile's Q and K while the consumers finish this one. :mod:`...testing.gluon_cpu` runs
+all of this on CPU tensors, in random order.
 """
 
 from typing import Any, NamedTuple
