@@ -116,6 +116,14 @@ def test_constants_compare_by_value():
     assert same != other
 
 
+def test_named_release_serves_two_stages():
+    """With four, the barriers ran past the sixteen that there are: an illegal instruction on the GPU."""
+    assert hopper.ForwardConfig(named_release=True, kv_stages=2)
+    assert hopper.ForwardConfig(kv_stages=4)
+    with pytest.raises(ValueError, match="named_release: got True with kv_stages=3"):
+        dataclasses.replace(hopper.ForwardConfig(named_release=True), kv_stages=3)
+
+
 # ------------------------------------------------------------------------------------------------ ahead of time
 class StubDriver:
     """Enough of a CUDA driver for Triton to compile for sm_90 on a machine without a GPU."""

@@ -35,7 +35,7 @@ class ForwardConfig:
     q_stages: int = 2
     order: str = "dynamic"  # "single": a block per tile; "static": a block per multiprocessor, strided; or a counter
     turns: bool = True  # warpgroups take turns at the tensor cores
-    named_release: bool = False  # k_empty and v_empty as named barriers instead of mbarriers
+    named_release: bool = False  # k_empty and v_empty as named barriers instead of mbarriers; for two stages at most
     consumer_regs: int = 240
     producer_regs: int = 24
     resident: int = 1  # thread blocks that share a multiprocessor
@@ -51,6 +51,10 @@ class ForwardConfig:
     right_edge: bool = False  # more than one block at the end of the key range may need the mask
     left_edge: bool = False
     past_end: bool = True  # the mask shows keys at or past Nk to rows below Nq; a causal one does not
+
+    def __post_init__(self) -> None:
+        if self.named_release and self.kv_stages > 2:  # forward.py numbers two barriers for K, two for V, of 16 in all
+            raise ValueError(f"named_release: got True with kv_stages={self.kv_stages}, it serves two stages at most")
 
 
 def columns(head_dim: int) -> tuple[int, int]:
