@@ -5,8 +5,8 @@ from typing import ClassVar
 
 import pytest
 
-from flashtri_bench import results, runner
-from flashtri_bench.cases import SUITES, select
+from flashtri_bench import results
+from flashtri_bench.cases import BY_ID, select
 from flashtri_bench.progress import PlainProgress
 from flashtri_bench.runner import Plan, Run, Stopped, Worker
 
@@ -15,20 +15,37 @@ PEERS = ("flashtri", "torch-flash", "torch-cudnn")
 
 class StandIn(Worker):
     command: ClassVar = [sys.executable, str(Path(__file__).with_name("stand_in_worker.py"))]
+    sent: ClassVar[list] = []
+
+    def send(self, command):
+        self.sent.append(command)
+        super().send(command)
+
+
+def orders():
+    """What the workers were told to compile and to measure: (what, suite, case, peers)."""
+    units = [(c["do"], c["unit"]) for c in StandIn.sent if "unit" in c]
+    return [(do, BY_ID[unit["case"]].suite, unit["case"], unit["peers"]) for do, unit in units]
 
 
 @pytest.fixture
 def run(monkeypatch):
     """Carries out a plan on stand-in workers, one peer of which misbehaves."""
 
-    def carry_out(fault="", cases=("grid-d64-full",), **options):
+    def carry_out(fault="", cases=("grid-d64-full",), suites=("grid",), spent_s=0.0, **options):
+        StandIn.sent.clear()
         monkeypatch.setenv("FAULT", fault)
         monkeypatch.setenv("FLASHTRI_COMMIT", "0123456a")
-        saved = []
-        plan = Plan(select(["grid"], cases), PEERS, step_timeout_s=1.0, **options)
-        made = Run(plan, PlainProgress(), saved.append, StandIn)
+        saved, alive = [], []
+
+        def save(document):
+            saved.append(document)
+            alive.extend(worker for worker in made._compilers if worker.process.poll() is None)
+
+        plan = Plan(select(suites, cases), PEERS, step_timeout_s=1.0, **options)
+        made = Run(plan, PlainProgress(), save, StandIn, _began=time.monotonic() - spent_s)
         made.carry_out()
-        made.saved = saved
+        made.saved, made.alive = saved, alive
         return made
 
     return carry_out
@@ -64,26 +81,50 @@ def test_a_machine_that_cannot_start_is_said(run):
     assert "the process died" in raised.value.reason
 
 
-def test_no_case_is_started_after_the_budget(run):
+def test_no_case_is_started_after_the_budget(run, capfd):
     """Public report 123: measuring must end in a stated time, whatever is left."""
     done = run(budget_s=0.0)
     assert done.document["rows"] == []
     assert len(done.left_over) == 6
+    assert not orders()
+    assert f"not started within the time budget: {', '.join(done.left_over)}" in capfd.readouterr().err
 
 
 def test_a_hang_while_compiling_ahead_is_survived(run):
     began = time.monotonic()
-    done = run("warm:torch-cudnn", cases=("grid-d64-full-n512",))
+    done = run("warm:flashtri", cases=("grid-d64-full-n512",))
     assert {r["impl"] for r in done.document["rows"]} == set(PEERS)
     assert time.monotonic() - began < 30
 
 
-def test_warming_up_is_by_kind_of_problem_not_by_length():
-    """Public report 124: a key that holds the length compiles again for each of fifty lengths."""
-    kinds = {runner._kind(case) for case in SUITES["grid"]}
-    assert len(SUITES["grid"]) == 24
-    assert len(kinds) == 4
-    assert len({runner._kind(case) for case in SUITES["features"]}) == len(SUITES["features"])
+TWO_SUITES = {"suites": ("grid", "gqa"), "cases": ("grid-d64-full-n512", "grid-d64-full-n1024", "h64-8-n2048")}
+
+
+def test_without_a_budget_everything_is_compiled_before_its_suite_is_measured(run, capfd):
+    run(**TWO_SUITES)
+    stages = [(do, suite) for do, suite, *_ in orders()]
+    assert stages == [("warm", "grid")] * 2 + [("measure", "grid")] * 2 + [("warm", "gqa"), ("measure", "gqa")]
+    compiled = [(case, peers) for do, _, case, peers in orders() if do == "warm"]
+    assert sorted(compiled) == sorted((case, ("flashtri",)) for do, _, case, _ in orders() if do == "measure")
+    assert "not compiled ahead" not in capfd.readouterr().err
+
+
+def test_compiling_that_never_ends_leaves_most_of_the_budget_to_measuring(run, capfd):
+    """A run of eight suites once spent its whole budget on compiling and measured nothing."""
+    done = run("endless:flashtri", budget_s=5.0, **TWO_SUITES)
+    assert 1.0 < done._compiling_s < 2.6  # 2 s, and what it takes to end the processes
+    assert done.alive == []  # nobody compiles while others are timed
+    assert len(done.document["rows"]) == 3 * 2 * 3
+    assert done.left_over == []
+    said = capfd.readouterr().err
+    assert "grid: 2 of 2 not compiled ahead, the measurement compiles them" in said
+    assert "gqa: 1 of 1 not compiled ahead" in said
+
+
+def test_compiling_takes_a_share_of_what_is_left(run):
+    """Late in a run the whole budget's share may be untouched and yet be all that is left."""
+    done = run("endless:flashtri", cases=("grid-d64-full-n512",), budget_s=100.0, spent_s=96.0)
+    assert len(done.document["rows"]) == 2 * 3
 
 
 def test_no_worker_outlives_its_run(run, monkeypatch):

@@ -29,7 +29,12 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="default bf16 on a GPU, fp32 on a CPU")
     run.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is one")
     run.add_argument("--smoke", action="store_true", help="tiny sizes; always so on a CPU")
-    run.add_argument("--time-budget", type=float, metavar="SECONDS", help="start no further case after this long")
+    run.add_argument(
+        "--time-budget",
+        type=float,
+        metavar="SECONDS",
+        help="start no further case after this long; at most 40 %% of it is spent on compiling ahead, suite by suite",
+    )
     run.add_argument("--step-timeout", type=float, default=240.0, metavar="SECONDS", help="silence that is a hang")
     run.add_argument("--window", type=float, default=60.0, metavar="MS", help="device time per peer, pass and case")
     run.add_argument("--out", type=Path, help="merge into this file; default on a GPU: the checkout's results.json")

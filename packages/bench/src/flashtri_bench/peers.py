@@ -92,7 +92,8 @@ class Peer:
         name: Id in results.json.
         label: Name for people.
         ours: Whether it is this project's.
-        compiles: Whether its first call compiles for seconds per shape, so that warming up in other processes pays.
+        compiles: Whether its first call compiles for seconds and keeps the outcome on disk, so that other processes can
+            do it beforehand.
     """
 
     name = ""
@@ -136,6 +137,7 @@ class Flashtri(Peer):
     """This project, by one of its `impl` values."""
 
     ours = True
+    compiles = True
 
     def __init__(self, impl: str, deterministic: bool = False) -> None:
         self.impl = impl

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
+import math
 import os
 import queue
 import subprocess
@@ -31,6 +33,8 @@ Inbox: TypeAlias = "queue.Queue[tuple[Worker, Event | None]]"
 # Without an event for this long a worker is stuck. The longest step that is not stuck compiles for minutes.
 STEP_TIMEOUT_S = 240.0
 WARM_TIMEOUT_S = 180.0
+# Of a time budget, what may go into compiling ahead: of all of it, and for one suite of what is left.
+COMPILE_SHARE = 0.4
 
 
 class Progress(Protocol):
@@ -141,7 +145,8 @@ class Plan:
         dtype: Element type.
         device: "cuda" or "cpu".
         smoke: Cut sizes down.
-        budget_s: Stop starting cases after this many seconds; None for no limit.
+        budget_s: Stop starting cases after this many seconds, at most COMPILE_SHARE of which go into compiling ahead;
+            None for no limit.
         window_ms: Device time per peer, pass and case.
         step_timeout_s: Silence after which a worker counts as stuck.
     """
@@ -189,6 +194,8 @@ class Run:
     record: dict[str, Any] = field(default_factory=dict)
     left_over: list[str] = field(default_factory=list)
     _worker: Worker | None = None
+    _compilers: list[Worker] = field(default_factory=list)
+    _compiling_s: float = 0.0
     _began: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
@@ -196,13 +203,15 @@ class Run:
 
     # -- talking to the worker -----------------------------------------------------------------------------------
 
-    def _listen(self, workers: Sequence[Worker], timeout_s: float) -> Iterator[tuple[Worker, Event]]:
-        """Events of some workers until the caller stops asking.
+    def _listen(
+        self, workers: Sequence[Worker], timeout_s: float, until: float = math.inf
+    ) -> Iterator[tuple[Worker, Event]]:
+        """Events of some workers until the caller stops asking, or the monotonic clock says `until`.
 
         Raises:
             Stopped: A worker died, or was silent for too long (it is killed then).
         """
-        while True:
+        while time.monotonic() < until:
             try:
                 worker, event = self.inbox.get(timeout=0.2)
             except queue.Empty:
@@ -224,7 +233,7 @@ class Run:
             worker.hear(event)
             yield worker, event
 
-    def _ask(self, command: dict[str, Any], timeout_s: float | None = None) -> list[Event]:
+    def ask(self, command: dict[str, Any]) -> list[Event]:
         """Send a command to the measuring worker and collect its answer.
 
         Raises:
@@ -236,20 +245,31 @@ class Run:
         worker, answer = self._worker, list[Event]()
         worker.send(command)
         try:
-            for _, event in self._listen([worker], timeout_s or self.plan.step_timeout_s):
+            for _, event in self._listen([worker], self.plan.step_timeout_s):
                 if event["event"] == "done":
                     return answer
-                if event["event"] == "step":
-                    self.progress.doing(" ".join(filter(None, (event["case"], event["peer"], event["what"]))))
+                self._show(event)
                 answer.append(event)
         except Stopped:
             self._worker = None
             raise
         raise AssertionError("the listener ends by an exception only")
 
-    def _out_of_time(self) -> bool:
+    def _show(self, event: Event) -> None:
+        if event["event"] == "step":
+            self.progress.doing(" ".join(filter(None, (event["case"], event["peer"], event["what"]))))
+
+    def close(self) -> None:
+        """End every process."""
+        for worker in (*self._compilers, self._worker):
+            if worker is not None:
+                worker.stop()
+        self._worker, self._compilers = None, []
+
+    def _left_s(self) -> float:
+        """Seconds of the budget that are left."""
         budget = self.plan.budget_s
-        return budget is not None and time.monotonic() - self._began > budget
+        return math.inf if budget is None else budget - (time.monotonic() - self._began)
 
     # -- the parts of a run --------------------------------------------------------------------------------------
 
@@ -266,70 +286,86 @@ class Run:
 
         plan, units = self.plan, self.plan.units()
         try:
-            (described,) = self._ask({"do": "environment", "device": plan.device})
+            (described,) = self.ask({"do": "environment", "device": plan.device})
             self.record = run_record(plan.device, plan.smoke, described["environment"])
-            (found,) = self._ask({"do": "ceilings", "device": plan.device, "dtypes": [plan.dtype]})
+            (found,) = self.ask({"do": "ceilings", "device": plan.device, "dtypes": [plan.dtype]})
             self.record["ceilings"] = found["ceilings"]
-            self._warm(units)
-            self.progress.stage("measuring", len(units))
-            for unit in units:
-                if self._out_of_time():
-                    self.left_over.append(unit.case)
-                else:
-                    self._measure(unit)
-                self.progress.advance()
+            for suite, members in itertools.groupby(units, lambda unit: BY_ID[unit.case].suite):
+                self._carry_out(suite, list(members))
         finally:
-            if self._worker is not None:
-                self._worker.stop()
-                self._worker = None
+            self.close()
+        if self.left_over:
+            self.progress.note(f"not started within the time budget: {', '.join(self.left_over)}")
         return self.document
 
-    def _warm(self, units: Sequence[Unit]) -> None:
-        """Fill the compilers' caches with several processes before anything is timed.
+    def _carry_out(self, suite: str, units: Sequence[Unit]) -> None:
+        """Compile and measure one suite."""
+        if self._left_s() > 0:
+            self._compile(suite, units)
+        if self._left_s() > 0:
+            self.progress.stage(f"measuring {suite}", len(units))
+        for unit in units:
+            if self._left_s() > 0:
+                self._measure(unit)
+                self.progress.advance()
+            else:
+                self.left_over.append(unit.case)
 
-        A peer compiled for each shape takes ten seconds and more, on one core: many processes do in a minute what
-        would otherwise be most of the run. Meanwhile the measuring worker runs every other peer once for each kind of
-        problem, since some keep what they compile in the process. Failures are ignored; the measurement meets them
-        again.
+    def _compile(self, suite: str, units: Sequence[Unit]) -> None:
+        """Fill the compilers' caches on disk with several processes before a suite is timed.
+
+        Compiling takes seconds per shape, on one core: many processes do in a minute what would otherwise be most of
+        the run. With a time budget they stop when their share is spent. What fails or is left out is only noted: the
+        measurement meets it again.
         """
         if self.plan.device != "cuda":
             return
-        units = [u for u in units if BY_ID[u.case].kind in ("time", "error", "training")]
-        shared = [dataclasses.replace(u, peers=tuple(p for p in u.peers if PEERS[p].compiles)) for u in units]
-        shared = [u for u in shared if u.peers]
-        kinds = {_kind(BY_ID[u.case]): u for u in reversed(units)}
-        own = [dataclasses.replace(u, peers=tuple(p for p in u.peers if not PEERS[p].compiles)) for u in kinds.values()]
-        self.progress.stage("compiling", len(shared) + len(own))
-        queues: dict[Worker, list[Unit]] = {}
-        if self._worker is not None:
-            queues[self._worker] = own
-        for _ in range(min(16, (os.cpu_count() or 2) // 2, len(shared))):
-            queues[self.spawn(self.inbox, 1, 1)] = shared
-        busy: list[Worker] = []
+        kinds = ("time", "error", "training")
+        todo = [
+            dataclasses.replace(unit, peers=(peer,))
+            for unit in units if BY_ID[unit.case].kind in kinds
+            for peer in unit.peers if PEERS[peer].compiles
+        ]  # fmt: skip
+        share = COMPILE_SHARE * self._left_s()
+        if self.plan.budget_s is not None:
+            share = min(share, COMPILE_SHARE * self.plan.budget_s - self._compiling_s)
+        began, left = time.monotonic(), len(todo)
+        if todo and share > 0:
+            self.progress.stage(f"compiling {suite}", len(todo))
+            left -= self._compile_until(began + share, todo)
+            self._compiling_s += time.monotonic() - began
+        if left:
+            self.progress.note(f"{suite}: {left} of {len(todo)} not compiled ahead, the measurement compiles them")
+
+    def _compile_until(self, until: float, todo: Sequence[Unit]) -> int:
+        """Number of units done by then. Processes that are idle stay, at rest, for the next suite."""
+        waiting, busy, done = list(todo), list[Worker](), 0
 
         def feed(worker: Worker) -> None:
-            work = queues[worker]
-            if work and not self._out_of_time():
-                worker.send({"do": "warm", "unit": dataclasses.asdict(work.pop(0))})
+            if waiting:
+                worker.send({"do": "warm", "unit": dataclasses.asdict(waiting.pop(0))})
                 busy.append(worker)
 
-        for worker in queues:
+        self._compilers = [worker for worker in self._compilers if worker.process.poll() is None]
+        while len(self._compilers) < min(16, ((os.cpu_count() or 1) + 1) // 2, len(todo)):
+            self._compilers.append(self.spawn(self.inbox, 1, 1))
+        for worker in self._compilers:
             feed(worker)
-        while busy:
-            try:
-                for worker, event in self._listen(busy, min(WARM_TIMEOUT_S, self.plan.step_timeout_s)):
+        while busy and time.monotonic() < until:
+            with contextlib.suppress(Stopped):
+                for worker, event in self._listen(busy, min(WARM_TIMEOUT_S, self.plan.step_timeout_s), until):
+                    self._show(event)
                     if event["event"] == "done":
                         self.progress.advance()
+                        done += 1
                         busy.remove(worker)
                         feed(worker)
-                        break
-            except Stopped:
-                busy = [w for w in busy if w.process.poll() is None]
-        for worker in queues:
-            if worker is not self._worker:
-                worker.stop()
-        if self._worker is not None and self._worker.process.poll() is not None:
-            self._worker = None
+                        if not busy:
+                            break
+            busy = [worker for worker in busy if worker.process.poll() is None]
+        for worker in busy:
+            worker.stop()
+        return done
 
     def _measure(self, unit: Unit) -> None:
         """Measure one case, again without a peer that stopped the worker."""
@@ -339,7 +375,7 @@ class Run:
         while peers:
             try:
                 left = dataclasses.replace(unit, peers=tuple(peers))
-                answer = self._ask({"do": "measure", "unit": dataclasses.asdict(left)})
+                answer = self.ask({"do": "measure", "unit": dataclasses.asdict(left)})
             except Stopped as stopped:
                 blamed = [stopped.peer] if stopped.peer in peers else peers
                 self.progress.note(f"{unit.case}: {', '.join(blamed)}: {stopped.reason}")
@@ -378,12 +414,6 @@ def rows_and_skips(
     rows = [full_row(unit, record, e["row"]) for e in events if e["event"] == "row"]
     skips = [skip_row(unit, record, e["op"], e["impl"], e["reason"]) for e in events if e["event"] == "skip"]
     return rows, skips
-
-
-def _kind(case: Case) -> tuple[object, ...]:
-    """What a kernel is compiled for; lengths and batch sizes are run-time numbers to most peers."""
-    features = tuple(sorted((k, str(v)) for k, v in results.describe(case)["features"].items()))
-    return case.kind, case.head_dim, case.head_dim_v, case.heads_q // case.heads_kv, features
 
 
 def committed_path() -> Path:
