@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 from . import compare, report, results
@@ -190,14 +191,18 @@ def _merge(args: argparse.Namespace) -> int:
 
 
 def _sweep(args: argparse.Namespace) -> int:
+    from .progress import make_progress
+    from .runner import Plan, Run
     from .sweep import Candidate, sweep, table
 
     candidates = [Candidate.parse(text) for text in args.candidates]
-    device = _device("cuda")
-    rows = {}
-    for case in select(args.suite, args.cases):
-        rows[case.id] = sweep(case.id, args.op, candidates, args.peers, args.dtype, device)
-        print(table({case.id: rows[case.id]}), flush=True)
+    cases, rows = select(args.suite, args.cases), {}
+    with make_progress() as progress, closing(Run(Plan(cases, device=_device("cuda")), progress)) as run:
+        progress.stage("sweeping", len(cases))
+        for case in cases:
+            rows[case.id] = sweep(run, case.id, args.op, candidates, args.peers, args.dtype)
+            progress.advance()
+            print(table({case.id: rows[case.id]}), flush=True)
     print(table(rows))
     return 0
 

@@ -109,7 +109,7 @@ class Bench:
         except torch.OutOfMemoryError:
             self.skip(peer, f"out of memory in {what}")
         except Exception as error:  # a peer may raise anything, and the next peer must still run
-            if self.unit.device == "cuda" and _poisons(error):
+            if self.unit.device == "cuda" and poisons(error):
                 raise
             self.skip(peer, _sentence(error))
 
@@ -216,7 +216,7 @@ def _both(*contexts: AbstractContextManager[object]) -> Iterator[None]:
         yield
 
 
-def _poisons(error: Exception) -> bool:
+def poisons(error: Exception) -> bool:
     """Whether the process can't use its GPU any more."""
     sticky = getattr(torch, "AcceleratorError", HangError)  # since torch 2.8
     return isinstance(error, (sticky, HangError)) or "CUDA error" in str(error)

@@ -1,7 +1,8 @@
 """Candidates for the Hopper kernels' tables, timed side by side: what a line of NOTES.md is measured with.
 
 The shipped choice, its candidates and the peers take turns in one process, so that ratios hold. A candidate is checked
-like any other implementation before it is timed; a wrong or failing one has no figure.
+like any other implementation before it is timed; a wrong or failing one has no figure. One that hangs, faults or ends the
+process is left out, and the case is done again.
 """
 
 from __future__ import annotations
@@ -11,17 +12,19 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 from unittest import mock
 
 from .checks import Reference
 from .flops import flops
-from .measure import Bench, RefusedError, Unit
+from .measure import Bench, Emit, RefusedError, Unit, poisons
 from .peers import PEERS
-from .timing import Timed, interleave
+from .runner import Run, Stopped
+from .timing import HangError, Timed, interleave
 
 HOPPER = "flashtri-hopper"
 SHIPPED = "shipped"
+Entry: TypeAlias = "tuple[str, str, dict[str, Any] | None]"  # name in the table, peer, changes to the shipped choice
 
 
 @dataclass
@@ -83,48 +86,83 @@ class Cell:
 
 
 def sweep(
-    case: str, op: str, candidates: Sequence[Candidate], peers: Sequence[str], dtype: str, device: str = "cuda",
-    window_ms: float = 120.0, smoke: bool = False,
-) -> dict[str, Cell]:  # fmt: skip
-    """Time one case.
+    run: Run, case: str, op: str, candidates: Sequence[Candidate], peers: Sequence[str], dtype: str
+) -> dict[str, Cell]:
+    """Time one case in a run's measuring process.
 
     Args:
+        run: Whose plan says on which device, and whether at cut-down sizes.
         case: Id of the case.
         op: "fwd" or "bwd".
         candidates: Beside the shipped configuration, which is always measured.
         peers: Names of other implementations.
         dtype: "bf16" or "fp16".
-        device: Where.
-        window_ms: Device time for each.
-        smoke: Cut the size down.
 
     Returns:
         Name -> TFLOP/s or a reason, the shipped configuration first.
     """
-    bench = Bench(Unit(case, (HOPPER, *peers), (op,), dtype, device, smoke), lambda event: None)
+    todo: list[Entry] = [(c.name, HOPPER, c.changes) for c in (Candidate(SHIPPED, {}), *candidates)]
+    todo += [(peer, peer, None) for peer in peers]
+    unit = Unit(case, (HOPPER, *peers), (op,), dtype, run.plan.device, run.plan.smoke, window_ms=120.0)
+    cells: dict[str, Cell] = {}
+    left = todo
+    while left:
+        try:
+            *_, last = run.ask({"do": "sweep", "unit": dataclasses.asdict(unit), "todo": left})
+            cells |= {name: Cell(**cell) for name, cell in last["cells"].items()}
+            break
+        except Stopped as stopped:
+            names = [name for name, *_ in left]
+            blamed = [stopped.peer] if stopped.peer in names else names
+            cells |= {name: Cell(None, stopped.reason) for name in blamed}
+            left = [entry for entry in left if entry[0] not in blamed]
+    return {name: cells[name] for name, *_ in todo}
+
+
+def answer(command: dict[str, Any], emit: Emit) -> None:
+    """The measuring process's part of `sweep`.
+
+    Args:
+        command: The unit and what is left to try.
+        emit: Receives each step, named after the candidate or peer, and the cells.
+
+    Raises:
+        Exception: A candidate left the device unusable.
+    """
+    unit = Unit.parse(command["unit"])
+    (op,) = unit.ops
+    bench = Bench(unit, emit)
     inputs = bench.inputs()
     reference = Reference(inputs)
     cells: dict[str, Cell] = {}
     timed: dict[str, Timed] = {}
-    tried = [Candidate(SHIPPED, {}), *candidates]
-    todo = [(c.name, HOPPER, c) for c in tried] + [(peer, peer, None) for peer in peers]
-    for name, peer, candidate in todo:
+    for name, peer, changes in command["todo"]:
+        bench.step(name, "first call")
         try:
-            reason = PEERS[peer].refuses(inputs.case) or (PEERS[peer].unavailable(device) if device == "cuda" else None)
+            reason = PEERS[peer].refuses(inputs.case)
+            if unit.device == "cuda":
+                reason = reason or PEERS[peer].unavailable(unit.device)
             if reason is not None:
                 raise RefusedError(reason)
             call = PEERS[peer].prepare(inputs)
-            if candidate is not None:
+            if changes is not None:
+                candidate = Candidate(name, changes)
                 call.around = lambda candidate=candidate: candidate.active(op)  # type: ignore[misc]
             with call.around():  # the backward of the check too
                 bench.checked(call, reference)
             timed[name] = dataclasses.replace(bench.timed(call, op), around=call.around)
+        except HangError as hang:
+            hang.peer = name
+            raise
         except Exception as error:  # a candidate may not compile, fit or be right; the others still count
+            if poisons(error):
+                raise
             cells[name] = Cell(None, f"{type(error).__name__}: {error}".splitlines()[0][:120])
-    times = interleave(timed, bench.clock, window_ms=window_ms * len(timed), least=10) if timed else {}
+    bench.step(None, "timing")
+    times = interleave(timed, bench.clock, window_ms=unit.window_ms * len(timed), least=10) if timed else {}
     work = flops(inputs.case, op)
     cells |= {name: Cell(work / spread.p50 * 1e-9) for name, spread in times.items()}
-    return {name: cells[name] for name, *_ in todo}
+    emit({"event": "cells", "cells": {name: dataclasses.asdict(cell) for name, cell in cells.items()}})
 
 
 def table(rows: dict[str, dict[str, Cell]]) -> str:

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 import torch
 
-from . import ceilings, measure, provenance
+from . import ceilings, measure, provenance, sweep
 from .timing import HangError, clock_for
 
 
@@ -30,8 +30,10 @@ def _answer(command: dict[str, Any], emit: measure.Emit) -> None:
         measure.measure(measure.Unit.parse(command["unit"]), emit)
     elif what == "warm":
         measure.warm(measure.Unit.parse(command["unit"]), emit)
+    elif what == "sweep":
+        sweep.answer(command, emit)
     else:
-        raise ValueError(f"do: got {what!r}, supported are environment, ceilings, measure, warm")
+        raise ValueError(f"do: got {what!r}, supported are environment, ceilings, measure, warm, sweep")
 
 
 def serve(source: TextIO, sink: TextIO) -> None:
