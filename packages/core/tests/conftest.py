@@ -5,6 +5,7 @@ from flashtri_core.testing.plugin import (
     pytest_collection_modifyitems,
     pytest_runtest_setup,
     roomy,
+    sm90,
 )
 
 __all__ = [
@@ -14,4 +15,5 @@ __all__ = [
     "pytest_collection_modifyitems",
     "pytest_runtest_setup",
     "roomy",
+    "sm90",
 ]

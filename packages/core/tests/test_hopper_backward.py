@@ -1,52 +1,23 @@
 """The Hopper backward: what it takes, that it compiles well without a GPU, and that it is right on one."""
 
 import dataclasses
-import os
 import re
-import subprocess
-import tempfile
 import types
 
 import pytest
 import torch
 
 from flashtri_core import flash_attn
-from flashtri_core.problem import Extras, Problem
+from flashtri_core.problem import Extras
 from flashtri_core.reference import eager_attention
+from flashtri_core.testing import aot
+from flashtri_core.testing.cases import problem
 
 triton = pytest.importorskip("triton", reason="Triton exists on Linux only")
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.backends.nvidia.compiler import get_ptxas  # noqa: E402
-from triton.runtime import driver  # noqa: E402
-
 from flashtri_core.kernels.hopper import launch_backward as hopper  # noqa: E402
 from flashtri_core.kernels.hopper import launch_forward  # noqa: E402
 
 HEAD_DIMS = [(64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256)]
-SMEM_LIMIT = 232448
-
-
-def problem(q, k, v, extras=Extras(), max_q=0, max_k=0, **kw):
-    """The Problem of dense (B, H, N, D) or packed (total, H, D) tensors."""
-    varlen = extras.cu_seqlens_q is not None
-    return Problem(
-        batch=extras.cu_seqlens_q.numel() - 1 if varlen else q.shape[0],
-        heads_q=q.shape[1],
-        heads_k=k.shape[1],
-        seqlen_q=max_q if varlen else q.shape[2],
-        seqlen_k=max_k if varlen else k.shape[2],
-        head_dim=q.shape[-1],
-        head_dim_v=v.shape[-1],
-        dtype=q.dtype,
-        softmax_scale=kw.pop("softmax_scale", q.shape[-1] ** -0.5),
-        alibi=extras.alibi_slopes is not None,
-        sink=extras.learnable_sink is not None,
-        varlen=varlen,
-        seqused=extras.seqused_k is not None,
-        total_q=q.shape[0] if varlen else q.shape[2],
-        total_k=k.shape[0] if varlen else k.shape[2],
-        **kw,
-    )
 
 
 # ------------------------------------------------------------------------------------------------------ no kernel
@@ -140,39 +111,8 @@ def test_what_is_chosen(change, fast, deterministic):
 
 
 # ------------------------------------------------------------------------------------------------ ahead of time
-class StubDriver:
-    """Enough of a CUDA driver for Triton to compile for sm_90 on a machine without a GPU."""
-
-    class utils:  # noqa: N801
-        @staticmethod
-        def get_device_properties(device):
-            return {"max_shared_mem": SMEM_LIMIT}
-
-        @staticmethod
-        def load_binary(*args):
-            return 0, 0, 0, 0, 1024
-
-    @staticmethod
-    def launcher_cls(src, metadata):
-        return lambda *args, **kwargs: None
-
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device=None):
-        return 0
-
-    def get_current_target(self):
-        return GPUTarget("cuda", 90, 32)
-
-
-@pytest.fixture
-def sm90(monkeypatch):
-    monkeypatch.setattr(driver, "_active", StubDriver())
-
-
 def compiled(p, extras, tensors, deterministic, config=None):
-    """(name, compiler's messages, machine code, metadata) of every kernel that the backward of a problem launches."""
+    """Every kernel that the backward of a problem launches, compiled."""
     plan = hopper.plan(p, deterministic, config)
     q, k, v = tensors
     out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype)
@@ -184,15 +124,7 @@ def compiled(p, extras, tensors, deterministic, config=None):
         plan, p, out, None, q, k, v, out, lse, extras, q, k, v, stats, acc, None
     ):
         binary = kernel.warmup(*hopper.for_triton(arguments), num_warps=4, grid=(1,))
-        with tempfile.TemporaryDirectory() as folder:
-            ptx, cubin = os.path.join(folder, "kernel.ptx"), os.path.join(folder, "kernel.cubin")
-            with open(ptx, "w") as handle:
-                handle.write(binary.asm["ptx"])
-            command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", ptx, "-o", cubin]
-            messages = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-            command = [triton.knobs.nvidia.nvdisasm.path, "-c", cubin]
-            sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        yield kernel.__name__, messages, sass, binary.metadata
+        yield aot.resources(binary, 90, disassemble=True)
 
 
 def main_loops(sass):
@@ -214,16 +146,11 @@ def main_loops(sass):
     return [sum(bool(re.search(r"\b(LDL|STL)", code[i])) for i in body) for body in inner]
 
 
-def assert_good(name, messages, sass, metadata, most, inside=0):
+def assert_good(kernel, most, inside=0):
     """``most``: bytes of spills in all; ``inside``: spilled loads and stores in each warpgroup's best main loop."""
-    spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", messages))
-    assert spilled <= most, (name, messages)
-    assert "C75" not in messages, "ptxas serialised wgmma: " + messages
-    assert metadata.shared <= SMEM_LIMIT
-    if "hopper" in name:
-        assert "HGMMA" in sass
-        assert "UTMALDG" in sass
-        assert sorted(main_loops(sass))[1] <= inside, main_loops(sass)
+    aot.check_hopper(kernel, most)
+    if "hopper" in kernel.name:
+        assert sorted(main_loops(kernel.sass))[1] <= inside, main_loops(kernel.sass)
 
 
 @pytest.mark.aot
@@ -235,12 +162,12 @@ def test_shipped_tiles_compile_well(sm90, d, causal, deterministic):
     names = []
     newer = d == 64 and not triton.__version__.startswith("3.6.")  # 3.9 spills in the deterministic dK, dV kernel
     most, inside = (128, 32) if newer and deterministic else (32 if d == 64 else 16, 0)
-    for name, *rest in compiled(problem(*tensors, causal=causal), Extras(), tensors, deterministic):
-        assert_good(name, *rest, most=most, inside=inside)
-        names.append(name)
-        if name == "attn_bwd_hopper":
-            assert ("REDG" in rest[1]) is not deterministic  # no atomics when deterministic
-            assert "UTMASTG" in rest[1]
+    for kernel in compiled(problem(*tensors, causal=causal), Extras(), tensors, deterministic):
+        assert_good(kernel, most=most, inside=inside)
+        names.append(kernel.name)
+        if kernel.name == "attn_bwd_hopper":
+            assert ("REDG" in kernel.sass) is not deterministic  # no atomics when deterministic
+            assert "UTMASTG" in kernel.sass
     last = "attn_bwd_dq_hopper" if deterministic else "attn_bwd_after_kernel"
     assert names == ["attn_bwd_before_kernel", "attn_bwd_hopper", last]
 
@@ -264,9 +191,9 @@ def test_wide_heads_compile_well(sm90, name, d, dv):
     p = dataclasses.replace(problem(*tensors, extras), **kw)
     newer = not triton.__version__.startswith("3.6.")  # 3.9 keeps up to 76 bytes of a tile's scalars in local memory
     names = []
-    for kernel, *rest in compiled(p, extras, tensors, False):
-        assert_good(kernel, *rest, most=80 if newer and len(kw) + len(extra) > 1 else 0)
-        names.append(kernel)
+    for kernel in compiled(p, extras, tensors, False):
+        assert_good(kernel, most=80 if newer and len(kw) + len(extra) > 1 else 0)
+        names.append(kernel.name)
     assert names == ["attn_bwd_before_kernel", "attn_bwd_wide_hopper", "attn_bwd_after_kernel"]
 
 
@@ -287,9 +214,9 @@ def test_whole_head_compiles_well(sm90, name, heads_k):
     tensors = dense(64, heads=(4, heads_k), dtype=torch.bfloat16)
     p = dataclasses.replace(problem(*tensors), **change)
     names = []
-    for kernel, *rest in compiled(p, Extras(), tensors, False, hopper.whole_head(p)):
-        assert_good(kernel, *rest, most=most[heads_k == 2], inside=2)
-        names.append(kernel)
+    for kernel in compiled(p, Extras(), tensors, False, hopper.whole_head(p)):
+        assert_good(kernel, most=most[heads_k == 2], inside=2)
+        names.append(kernel.name)
     assert names == ["attn_bwd_before_kernel", "attn_bwd_hopper"]
 
 
@@ -301,8 +228,8 @@ def test_late_dk_compiles_well(sm90, causal):
     tensors = dense(64, heads=(4, 4), dtype=torch.bfloat16)
     p = problem(*tensors, causal=causal)
     late = dataclasses.replace(hopper.split_tiles(p), late_dk=True, q_stages=3)
-    for name, *rest in compiled(p, Extras(), tensors, True, late):
-        assert_good(name, *rest, most=68 if newer else 16, inside=11 if newer else 0)
+    for kernel in compiled(p, Extras(), tensors, True, late):
+        assert_good(kernel, most=68 if newer else 16, inside=11 if newer else 0)
 
 
 FEATURES = {
@@ -332,7 +259,7 @@ def test_features_compile_well(sm90, name, d, deterministic):
     p = dataclasses.replace(problem(*tensors, extras), **kw)
     most, inside = TIGHT.get((name, d), (256, 0))
     for kernel in compiled(p, extras, tensors, deterministic):
-        assert_good(*kernel, most=most, inside=inside)
+        assert_good(kernel, most=most, inside=inside)
 
 
 @pytest.mark.slow  # minutes; not yet run to the end on Triton 3.9
@@ -343,7 +270,7 @@ def test_packed_kernels_compile_well(sm90, d, deterministic):
     tensors = tuple(torch.empty(512, heads, d, dtype=torch.float16) for heads in (4, 2, 2))
     extras = Extras(cu_seqlens_q=cu, cu_seqlens_k=cu)
     for kernel in compiled(problem(*tensors, extras, 256, 256, causal=True), extras, tensors, deterministic):
-        assert_good(*kernel, most=256)
+        assert_good(kernel, most=256)
 
 
 # ---------------------------------------------------------------------------------------------------------- GPU

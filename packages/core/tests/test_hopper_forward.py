@@ -1,51 +1,21 @@
 """The Hopper forward: what it takes, that it compiles well without a GPU, and that it is right on one."""
 
 import dataclasses
-import os
-import re
-import subprocess
-import tempfile
 import types
 
 import pytest
 import torch
 
-from flashtri_core.problem import Extras, Problem
+from flashtri_core.problem import Extras
 from flashtri_core.reference import eager_attention
+from flashtri_core.testing import aot
+from flashtri_core.testing.cases import problem
 
 triton = pytest.importorskip("triton", reason="Triton exists on Linux only")
-from triton.backends.compiler import GPUTarget  # noqa: E402  (behind the check for Triton)
-from triton.backends.nvidia.compiler import get_ptxas  # noqa: E402  (behind the check for Triton)
-from triton.runtime import driver  # noqa: E402  (behind the check for Triton)
-
 from flashtri_core.kernels.hopper import common  # noqa: E402  (behind the check for Triton)
 from flashtri_core.kernels.hopper import launch_forward as hopper  # noqa: E402  (behind the check for Triton)
 
 HEAD_DIMS = [(64, 64), (96, 96), (128, 128), (192, 192), (256, 256), (192, 128)]
-SMEM_LIMIT = 232448
-
-
-def problem(q, k, v, extras=Extras(), max_q=0, max_k=0, **kw):
-    """The Problem of dense (B, H, N, D) or packed (total, H, D) tensors."""
-    varlen = extras.cu_seqlens_q is not None
-    return Problem(
-        batch=extras.cu_seqlens_q.numel() - 1 if varlen else q.shape[0],
-        heads_q=q.shape[1],
-        heads_k=k.shape[1],
-        seqlen_q=max_q if varlen else q.shape[2],
-        seqlen_k=max_k if varlen else k.shape[2],
-        head_dim=q.shape[-1],
-        head_dim_v=v.shape[-1],
-        dtype=q.dtype,
-        softmax_scale=kw.pop("softmax_scale", q.shape[-1] ** -0.5),
-        alibi=extras.alibi_slopes is not None,
-        sink=extras.learnable_sink is not None,
-        varlen=varlen,
-        seqused=extras.seqused_k is not None,
-        total_q=q.shape[0] if varlen else q.shape[2],
-        total_k=k.shape[0] if varlen else k.shape[2],
-        **kw,
-    )
 
 
 # ------------------------------------------------------------------------------------------------------ no kernel
@@ -125,40 +95,8 @@ def test_named_release_serves_two_stages():
 
 
 # ------------------------------------------------------------------------------------------------ ahead of time
-class StubDriver:
-    """Enough of a CUDA driver for Triton to compile for sm_90 on a machine without a GPU."""
-
-    class utils:  # noqa: N801
-        @staticmethod
-        def get_device_properties(device):
-            return {"max_shared_mem": SMEM_LIMIT}
-
-        @staticmethod
-        def load_binary(*args):
-            return 0, 0, 0, 0, 1024
-
-    @staticmethod
-    def launcher_cls(src, metadata):
-        return lambda *args, **kwargs: None
-
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device=None):
-        return 0
-
-    def get_current_target(self):
-        return GPUTarget("cuda", 90, 32)
-
-
-@pytest.fixture
-def sm90(monkeypatch):
-    monkeypatch.setattr(driver, "_active", StubDriver())
-    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns that its default will change
-
-
 def compile_for(problem_, extras, tensors, config=None):
-    """Compile the kernel that a problem launches; returns (compiler's messages, machine code, metadata)."""
+    """The kernel that a problem launches, compiled."""
     plan = hopper.plan(problem_, config, 132)
     q, k, v = tensors
     out = torch.empty(q.shape[:-1] + v.shape[-1:], dtype=q.dtype)
@@ -168,15 +106,7 @@ def compile_for(problem_, extras, tensors, config=None):
     kernel = hopper.attn_fwd_hopper.warmup(
         *common.for_triton(arguments), num_warps=4, maxnreg=plan.registers, grid=(1,)
     )
-    with tempfile.TemporaryDirectory() as folder:
-        ptx, cubin = os.path.join(folder, "kernel.ptx"), os.path.join(folder, "kernel.cubin")
-        with open(ptx, "w") as handle:
-            handle.write(kernel.asm["ptx"])
-        command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", ptx, "-o", cubin]
-        messages = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-        command = [triton.knobs.nvidia.nvdisasm.path, "-c", cubin]
-        sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return messages, sass, kernel.metadata
+    return aot.resources(kernel, 90, disassemble=True)
 
 
 #: Kernels with a mask on both sides, another score, or packed sequences keep more scalars of a tile (where it lies, how
@@ -187,16 +117,10 @@ FEW_WORDS = 32
 SHARED_OF_A_MULTIPROCESSOR, RESERVED = 228 << 10, 1 << 10  # bytes; the second of every thread block
 
 
-def assert_good(messages, sass, metadata, spill_bytes=0):
-    spills = re.search(r"(\d+) bytes spill stores", messages)
-    assert spills, messages
-    assert int(spills[1]) <= spill_bytes, messages
-    assert "C75" not in messages, "ptxas serialised wgmma: " + messages
+def assert_good(kernel, spill_bytes=0):
+    aot.check_hopper(kernel, spill_bytes)
     if spill_bytes == 0:
-        assert "STL" not in sass  # no store to local memory, whatever the reason
-    assert "HGMMA" in sass
-    assert "UTMALDG" in sass
-    assert metadata.shared <= SMEM_LIMIT
+        assert "STL" not in kernel.sass  # no store to local memory, whatever the reason
 
 
 @pytest.mark.aot
@@ -208,7 +132,7 @@ def test_three_warpgroups_compile(sm90, causal):
     assert hopper.tiles(p) == hopper.THREE_WARPGROUPS
     old = triton.__version__ < "3.7"
     bytes_ = (4 * FEW_WORDS if old else 6 * FEW_WORDS) if causal else (0 if old else 4 * FEW_WORDS)
-    assert_good(*compile_for(p, Extras(), tensors), spill_bytes=bytes_)
+    assert_good(compile_for(p, Extras(), tensors), spill_bytes=bytes_)
 
 
 @pytest.mark.aot
@@ -217,9 +141,9 @@ def test_short_causal_compiles(sm90):
     tensors = dense(128, n=1024)
     p = problem(*tensors, causal=True)
     assert hopper.tiles(p) == hopper.TWO_BLOCKS
-    messages, sass, metadata = compile_for(p, Extras(), tensors)
-    assert_good(messages, sass, metadata)
-    assert 2 * (metadata.shared + RESERVED) <= SHARED_OF_A_MULTIPROCESSOR
+    kernel = compile_for(p, Extras(), tensors)
+    assert_good(kernel)
+    assert 2 * (kernel.shared + RESERVED) <= SHARED_OF_A_MULTIPROCESSOR
 
 
 @pytest.mark.aot
@@ -228,10 +152,10 @@ def test_three_blocks_share_a_multiprocessor(sm90):
     tensors = dense(64)
     p = problem(*tensors, causal=True)
     assert hopper.tiles(p) == hopper.THREE_BLOCKS
-    messages, sass, metadata = compile_for(p, Extras(), tensors)
-    assert_good(messages, sass, metadata)
-    assert 3 * (metadata.shared + RESERVED) <= SHARED_OF_A_MULTIPROCESSOR
-    assert 3 * 256 * int(re.search(r"Used (\d+) registers", messages)[1]) <= 65536
+    kernel = compile_for(p, Extras(), tensors)
+    assert_good(kernel)
+    assert 3 * (kernel.shared + RESERVED) <= SHARED_OF_A_MULTIPROCESSOR
+    assert 3 * 256 * kernel.registers <= 65536
 
 
 @pytest.mark.aot
@@ -240,10 +164,10 @@ def test_three_blocks_share_a_multiprocessor(sm90):
 def test_shipped_tiles_compile(sm90, d, dv, mask):
     tensors = dense(d, dv, dtype=torch.bfloat16)
     kw = {"full": {}, "causal": dict(causal=True), "window": dict(window_left=100, window_right=0)}[mask]
-    messages, sass, metadata = compile_for(problem(*tensors, **kw), Extras(), tensors)
+    kernel = compile_for(problem(*tensors, **kw), Extras(), tensors)
     few = mask == "window" or (mask == "causal" and d == 256 and triton.__version__ >= "3.7")  # 16 bytes with 3.9
-    assert_good(messages, sass, metadata, spill_bytes=FEW_WORDS if few else 0)
-    assert "UTMASTG" in sass
+    assert_good(kernel, spill_bytes=FEW_WORDS if few else 0)
+    assert "UTMASTG" in kernel.sass
 
 
 FEATURES = {
@@ -266,7 +190,7 @@ def test_features_compile(sm90, name, d):
     tensors, extras = dense(d), Extras(**extra)
     p = dataclasses.replace(problem(*tensors, extras, softmax_scale=kw.pop("softmax_scale", 0.1)), **kw)
     many = d == 256 and "alibi" in name and triton.__version__ > "3.7"  # of a tile's scalars, with Triton 3.9's ptxas
-    assert_good(*compile_for(p, extras, tensors), spill_bytes=7 * FEW_WORDS if many else FEW_WORDS)
+    assert_good(compile_for(p, extras, tensors), spill_bytes=7 * FEW_WORDS if many else FEW_WORDS)
 
 
 @pytest.mark.aot
@@ -276,9 +200,9 @@ def test_packed_kernels_compile(sm90, d, causal):
     cu = torch.zeros(4, dtype=torch.int32)
     tensors = tuple(torch.empty(512, heads, d, dtype=torch.float16) for heads in (4, 2, 2))
     extras = Extras(cu_seqlens_q=cu, cu_seqlens_k=cu)
-    messages, sass, metadata = compile_for(problem(*tensors, extras, 256, 256, causal=causal), extras, tensors)
-    assert_good(messages, sass, metadata, spill_bytes=FEW_WORDS)
-    assert "STG.E.128" in sass  # rows leave in 16-byte pieces
+    kernel = compile_for(problem(*tensors, extras, 256, 256, causal=causal), extras, tensors)
+    assert_good(kernel, spill_bytes=FEW_WORDS)
+    assert "STG.E.128" in kernel.sass  # rows leave in 16-byte pieces
 
 
 # ---------------------------------------------------------------------------------------------------------- GPU

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -30,8 +31,10 @@ class Compiled:
     tensor_memory: int  # columns of tensor memory per program, of which Blackwell's datacenter GPUs have 512
     registers: int
     spill_bytes: int  # stored and loaded
+    spill_stores: int  # bytes of those that are stored
     warnings: tuple[str, ...]
     ptx: str = field(repr=False)
+    sass: str = field(repr=False)  # the machine code in words; empty unless it was asked for
 
     @property
     def serialized_wgmma(self) -> bool:
@@ -85,26 +88,51 @@ class StubDriver:
         return True
 
 
-def resources(kernel: Any, capability: int) -> Compiled:
-    """Assemble a compiled kernel's PTX with ``ptxas -v`` and read its report."""
+def resources(kernel: Any, capability: int, disassemble: bool = False) -> Compiled:
+    """Assemble a compiled kernel's PTX with ``ptxas -v`` and read its report.
+
+    Raises:
+        RuntimeError: ptxas fails, or says nothing of spills.
+    """
+    import triton
     from triton.backends.nvidia.compiler import get_ptxas
 
-    suffix = "a" if capability >= 90 else ""
+    suffix, sass = "a" if capability >= 90 else "", ""
     ptxas = get_ptxas(capability).path  # Triton ships two, for different versions of PTX
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as handle:
-        handle.write(kernel.asm["ptx"])
-        handle.flush()
-        command = [str(ptxas), "-v", f"--gpu-name=sm_{capability}{suffix}", handle.name, "-o", "/dev/null"]
+    with tempfile.TemporaryDirectory() as folder:
+        ptx, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
+        ptx.write_text(kernel.asm["ptx"])
+        command = [ptxas, "-v", f"--gpu-name=sm_{capability}{suffix}", ptx, "-o", cubin]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
-    report = done.stderr
-    if done.returncode:
-        raise RuntimeError(report)
+        report = done.stderr
+        if done.returncode or "bytes spill stores" not in report:
+            raise RuntimeError(report)
+        if disassemble:
+            command = [triton.knobs.nvidia.nvdisasm.path, "-c", cubin]
+            sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill", report))
+    stores = sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", report))
     registers = [int(n) for n in re.findall(r"Used (\d+) registers", report)]
     warnings = tuple(line for line in report.splitlines() if "warning" in line.lower() or "C75" in line)
     meta = kernel.metadata
     columns = meta.tmem_size or 0
-    return Compiled(meta.name, capability, meta.shared, columns, max(registers), spills, warnings, kernel.asm["ptx"])
+    return Compiled(
+        meta.name, capability, meta.shared, columns, max(registers), spills, stores, warnings, kernel.asm["ptx"], sass
+    )
+
+
+def check_hopper(kernel: Compiled, most: int) -> None:
+    """A kernel for sm_90 fits and stores at most ``most`` bytes of registers; one of the Hopper kernels uses wgmma and TMA.
+
+    Raises:
+        AssertionError: it does not.
+    """
+    assert kernel.spill_stores <= most, kernel
+    assert not any("C75" in line for line in kernel.warnings), f"ptxas serialised wgmma: {kernel}"
+    assert kernel.shared <= SHARED_MEMORY[90], kernel
+    if "hopper" in kernel.name:
+        assert "HGMMA" in kernel.sass, kernel
+        assert "UTMALDG" in kernel.sass, kernel
 
 
 @contextmanager

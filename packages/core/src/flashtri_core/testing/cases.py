@@ -261,6 +261,17 @@ def run(given: Inputs, impl: str, backward: bool = True, **keywords: Any) -> dic
     return results
 
 
+def problem(
+    q: Tensor, k: Tensor, v: Tensor, extras: Extras = Extras(), max_q: int = 0, max_k: int = 0, **fields: Any
+) -> Problem:
+    """The Problem of dense (B, H, N, D) or packed (total, H, D) tensors.
+
+    ``max_q`` and ``max_k``: a packed call's longest sequences. ``fields``: those of Problem that tensors do not tell.
+    """
+    plain = describe(q, k, v, extras, max_q, max_k, q.shape[-1] ** -0.5, False, -1, -1, 0.0, 0.0)
+    return replace(plain, **fields)
+
+
 def problem_of(given: Inputs) -> tuple[Problem, Extras]:
     """What the formulas need beside q, k and v."""
     case, t = given.case, dict(given.tensors)

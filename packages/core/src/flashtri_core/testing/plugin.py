@@ -19,7 +19,8 @@ import pytest
 import torch
 
 from .._jit import HAS_TRITON, INTERPRETED
-from . import budget, cases
+from ..target import SHARED_MEMORY, Target
+from . import aot, budget, cases
 from .cases import Case, Inputs
 
 
@@ -168,6 +169,15 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", nan(torch.empty))
     monkeypatch.setattr(torch, "empty_like", nan(torch.empty_like))
     monkeypatch.setattr(torch.Tensor, "new_empty", nan(torch.Tensor.new_empty))
+
+
+@pytest.fixture
+def sm90(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton compiles for a Hopper GPU that is not there."""
+    from triton.runtime import driver
+
+    monkeypatch.setattr(driver, "_active", aot.StubDriver(Target(90, SHARED_MEMORY[90])))
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns that its default will change
 
 
 @pytest.fixture
