@@ -189,7 +189,7 @@ def test_features_compile(sm90, name, d):
     kw = dict(kw)
     tensors, extras = dense(d), Extras(**extra)
     p = dataclasses.replace(problem(*tensors, extras, softmax_scale=kw.pop("softmax_scale", 0.1)), **kw)
-    many = d == 256 and "alibi" in name and triton.__version__ > "3.7"  # of a tile's scalars, with Triton 3.9's ptxas
+    many = d != 128 and "alibi" in name and triton.__version__ > "3.7"  # of a tile's scalars, with Triton 3.9's ptxas
     assert_good(compile_for(p, extras, tensors), spill_bytes=7 * FEW_WORDS if many else FEW_WORDS)
 
 
