@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from flashtri_core import flash_attn
+from flashtri_core import flash_attn, flash_attn_varlen
 from flashtri_core.testing import cases
 from flashtri_core.testing.cases import Case, laid_out
 from flashtri_core.testing.plugin import GPU_BFLOAT, GPU_HALF, INTERPRETER, REFERENCE, lanes
@@ -27,6 +27,25 @@ def test_empty(lane, batch, nq, nk, causal, poisoned):
     assert not out.any() and (lse == -INF).all()
     assert [g.shape for g in grads] == [q.shape, k.shape, v.shape]
     assert not any(g.any() for g in grads)
+
+
+@lanes()
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("batch", "nq", "nk"), [(0, 9, 4), (1, 9, 0), (1, 0, 9), (0, 0, 0)])
+@pytest.mark.parametrize("packed", [False, True])
+def test_empty_gradients_of_sink_and_bias(lane, batch, nq, nk, causal, packed, poisoned):
+    """Rows 30, 31: what a sink and a shared bias get from no batch, no keys or no queries is zero, not what lay in memory."""
+    q, k = lane.randn(batch, 4, nq, 16), lane.randn(batch, 2, nk, 16, seed=1)
+    sink, bias = torch.zeros(4, device=q.device, requires_grad=True), lane.randn(1, 4, 1, 1).requires_grad_()
+    features = {"causal": causal, "learnable_sink": sink, "attn_bias": bias, "impl": lane.impl}
+    if packed:
+        q, k = (x.transpose(1, 2).flatten(0, 1) for x in (q, k))
+        cu_q, cu_k = (torch.arange(batch + 1, dtype=torch.int32, device=q.device) * n for n in (nq, nk))
+        out = flash_attn_varlen(q, k, k, cu_q, cu_k, nq, nk, **features)
+    else:
+        out = flash_attn(q, k, k, **features)
+    for grad in torch.autograd.grad(out, (sink, bias), torch.ones_like(out)):
+        assert torch.equal(grad, torch.zeros_like(grad))
 
 
 @lanes()

@@ -108,6 +108,10 @@ def _backward(
             args = (do, dlse, q, k, v, out, lse, extras, dq, dk, dv, dbias)
             plan = _remember(key, dispatch.backward_plan(problem, impl, deterministic, *args))
         plan(do, dlse, q, k, v, out, lse, extras, dq, dk, dv, dsink, dbias)
+    else:  # no row that a sink or a bias could have touched
+        for grad in (dsink, dbias):
+            if grad is not None:
+                grad.zero_()
     return grads
 
 
