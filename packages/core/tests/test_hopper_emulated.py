@@ -96,6 +96,18 @@ def test_all_features_together(d, seed, poisoned):
     check(case, BFLOAT, seed=seed)
 
 
+@pytest.mark.parametrize("d", [64, 128])
+def test_nan_is_not_lost(d):
+    """A maximum drops NaN; the row that a NaN key or sink belongs to must not."""
+    q, k, v = (torch.randn(1, 2, 200, d, generator=torch.Generator().manual_seed(s)).half() for s in range(3))
+    k[:, 1, 150] = NAN
+    for sink, lost in ((None, 0), (torch.tensor([NAN, 0.0]), 200)):
+        with gluon_cpu.emulate(0):
+            out = flash_attn(q, k, v, causal=True, learnable_sink=sink, impl="hopper")
+        assert out[0, 0].isnan().any(-1).sum() == lost
+        assert out[0, 1].isnan().any(-1).nonzero().flatten().tolist() == list(range(150, 200))
+
+
 # ------------------------------------------------------------------------------------------------- schedules
 def use(launcher, options, monkeypatch):
     """Launch what is shipped with some fields of its configuration changed."""

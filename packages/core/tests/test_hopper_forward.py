@@ -43,6 +43,7 @@ def on_hopper(monkeypatch):
         (dict(head_dim=64, head_dim_v=128), "no common tile"),
         (dict(dtype=torch.float32), "float16 and bfloat16"),
         (dict(seqlen_k=0), "empty"),
+        (dict(softmax_scale=1e9), "softmax_scale beyond 10000"),
     ],
 )
 def test_reason_names_what_is_missing(on_hopper, change, words):
@@ -50,6 +51,14 @@ def test_reason_names_what_is_missing(on_hopper, change, words):
     fine = problem(q, k, v)
     assert hopper.problem_reason(fine, on_hopper) == ""
     assert words in hopper.problem_reason(dataclasses.replace(fine, **change), on_hopper)
+
+
+def test_a_feature_that_is_not_listed_is_refused(on_hopper, monkeypatch):
+    """Whoever adds a feature to the plain kernels has not added it here."""
+    p = dataclasses.replace(problem(*dense()), sink=True, causal=True)
+    assert hopper.problem_reason(p, on_hopper) == ""
+    monkeypatch.setattr(hopper, "TAKEN", hopper.TAKEN - {"sink"})
+    assert hopper.problem_reason(p, on_hopper) == "sink is not in the Hopper kernels"
 
 
 def test_reason_on_another_device_and_triton(on_hopper, monkeypatch):

@@ -589,12 +589,14 @@ def first_block(
     release(bars.k_empty, RELEASE_K, k_stage, C)
     m_i = gl.full([M], float("-inf"), gl.float32, layout=ROWS)
     if SINK is not None:
-        m_i = gl.full([M], 0.0, gl.float32, layout=ROWS) + gl.load(SINK + h).to(gl.float32) * (LOG2E / unit_log2)
+        sink = gl.load(SINK + h).to(gl.float32)
+        m_i = gl.full([M], 0.0, gl.float32, layout=ROWS) + sink * (LOG2E / unit_log2)
     s = scores(s, row, block * C.block_n, z, h, Nq, Nk, variant, args, C.mask_last, S_LAYOUT, C)
     p, alpha, m_i = probabilities(s, m_i, unit_log2, True)
     l_i = row_parts(p, C)
-    if SINK is not None:
-        l_i += scale_rows(gl.full([M, 4], 0.25, gl.float32, l_i.type.layout), alpha)  # l = 1, shared by four threads
+    if SINK is not None:  # l = 1, shared by four threads; a maximum would lose the sink if it were NaN
+        share = gl.where(sink == sink, 0.25, float("nan"))
+        l_i += scale_rows(gl.full([M, 4], 0.0, gl.float32, l_i.type.layout) + share, alpha)
     p16 = gl.convert_layout(p.to(dtype), P_LAYOUT)
     mbarrier.wait(bars.v_full.index(k_stage), k_phase)
     return p16, m_i, l_i

@@ -113,6 +113,11 @@ def specialise(config: ForwardConfig, problem: Problem) -> ForwardConfig:
     )
 
 
+#: Features that the Hopper kernels have; a new one goes to the plain kernels until it is here too.
+TAKEN = {"causal", "window", "softcap", "alibi", "sink", "varlen", "seqused_k", "gqa"}
+LARGEST_SCALE = 1e4
+
+
 def problem_reason(problem: Problem, device: torch.device) -> str:
     """Why this kernel does not take the problem, whatever its tensors' addresses; empty when it does."""
     version = triton_version()
@@ -126,6 +131,10 @@ def problem_reason(problem: Problem, device: torch.device) -> str:
         return "dropout_p > 0 runs on the plain kernel: Philox, not the tensor cores, is the bottleneck there"
     if problem.bias or problem.mask:
         return "attn_bias and attn_mask run on the plain kernel: their tiles are read from memory score by score"
+    if set(problem.features) - TAKEN:
+        return f"{', '.join(sorted(set(problem.features) - TAKEN))} is not in the Hopper kernels"
+    if abs(problem.softmax_scale) > LARGEST_SCALE:
+        return f"softmax_scale beyond {LARGEST_SCALE:g}: a multiply-add in fp32 is exact up to scores of 1.9e8 only"
     if not (0 < problem.head_dim <= 256 and 0 < problem.head_dim_v <= 256):
         return f"head dimensions {problem.head_dim} and {problem.head_dim_v} are outside 1..256"
     if problem.head_dim % 8 or problem.head_dim_v % 8:
