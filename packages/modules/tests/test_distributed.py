@@ -24,23 +24,27 @@ spec.loader.exec_module(train_worker)
 CASES = [(wrapper, features, False) for wrapper in ("ddp", "fsdp2") for features in (False, True)]
 
 
+@pytest.fixture(scope="module", params=[2, 3, 4], ids="{}-processes".format)
+def world(request: pytest.FixtureRequest) -> int:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def alone() -> dict[bool, dict]:
-    """The run in one process, in fp64, by whether the attention has features."""
-    return {
-        f: train_worker.train(train_worker.make_model(f, torch.float64), torch.device("cpu")) for f in (False, True)
-    }
+def alone(world: int) -> dict[bool, dict]:
+    """The run in one process on the same batches, in fp64, by whether the attention has features."""
+    batch, cpu = train_worker.batch_for(world), torch.device("cpu")
+    return {f: train_worker.train(train_worker.make_model(f, torch.float64), cpu, batch) for f in (False, True)}
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids="{}-processes".format)
-def together(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
+@pytest.fixture(scope="module")
+def together(world: int, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
     """All cases trained by some processes that meet once."""
     folder = tmp_path_factory.mktemp("gloo")
     settings = {
         "device": "cpu", "dtype": "float64", "precision": None, "cases": CASES,
         "meet": str(folder / "meet"), "out": str(folder / "results.pt"),
     }  # fmt: skip
-    return train_worker.launch(settings, request.param, folder)
+    return train_worker.launch(settings, world, folder)
 
 
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="this build of torch has no gloo")
@@ -111,8 +115,8 @@ def test_table_written_by_several_processes_stays_whole(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"sm_90.json", "sm_90.lock"}
 
 
-def test_each_kind_of_gpu_has_its_own_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two GPUs of different kinds in one machine, here by name only: neither takes tiles tuned on the other."""
+def test_each_compute_capability_has_its_own_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPUs of two compute capabilities in one machine, here by name only: neither takes tiles tuned on the other."""
     kinds = [Target(80, SHARED_MEMORY[80]), Target(90, SHARED_MEMORY[90])]
     monkeypatch.setattr(target, "_cuda_target", kinds.__getitem__)
     monkeypatch.setenv("FLASHTRI_CACHE", str(tmp_path))

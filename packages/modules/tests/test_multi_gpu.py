@@ -46,10 +46,10 @@ def impl(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def inputs(device: int, seed: int = 0) -> list[Tensor]:
+def inputs(device: int, seed: int = 0, rows: int = N) -> list[Tensor]:
     """q, k, v as leaves and the gradient of the output, bf16; the same values on every device."""
     generator = torch.Generator().manual_seed(seed)
-    shapes = ((B, H, N, D), (B, HK, N, D), (B, HK, N, D), (B, H, N, D))
+    shapes = ((B, H, rows, D), (B, HK, rows, D), (B, HK, rows, D), (B, H, rows, D))
     q, k, v, g = (torch.randn(s, generator=generator).to(f"cuda:{device}", torch.bfloat16) for s in shapes)
     return [q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), g]
 
@@ -115,10 +115,12 @@ def test_interleaved_devices(impl: str) -> None:
 
 @pytest.mark.parametrize("first_call", [False, True])
 def test_side_stream_of_another_device(impl: str, first_call: bool) -> None:
-    """The kernels wait for what the tensors' device's current stream still has to do, not for another stream's work."""
-    tensors = inputs(1, seed=1)
-    if not first_call:
-        forward_backward(tensors, impl)
+    """The kernels wait for what the tensors' device's current stream still has to do, not for another stream's work.
+
+    A first call chooses its tiles meanwhile: its shapes are no other test's, its kernels are compiled beforehand.
+    """
+    forward_backward(inputs(1, seed=1), impl)
+    tensors = inputs(1, seed=1, rows=N - 64 if first_call else N)
     late = [torch.zeros_like(t).requires_grad_(t.requires_grad) for t in tensors]
     torch.cuda.synchronize(1)
     stream = torch.cuda.Stream(device=1)
@@ -132,14 +134,14 @@ def test_side_stream_of_another_device(impl: str, first_call: bool) -> None:
     assert_right(results, tensors)
 
 
-def test_varlen_on_another_device() -> None:
+def test_varlen_on_another_device(impl: str) -> None:
     q, k, v, g = (t.detach()[0].transpose(0, 1).requires_grad_() for t in inputs(1))
     cu_seqlens = torch.tensor([0, 300, 300, N], dtype=torch.int32, device="cuda:1")
-    out = flash_attn_varlen(q, k, v, cu_seqlens, cu_seqlens, 724, 724, causal=True)
+    out = flash_attn_varlen(q, k, v, cu_seqlens, cu_seqlens, 724, 724, causal=True, impl=impl)
     gradients = torch.autograd.grad(out, (q, k, v), g)
     for start, end in ((0, 300), (300, N)):
         piece = [t.detach()[start:end].transpose(0, 1)[None].requires_grad_() for t in (q, k, v)]
-        alone = flash_attn(*piece, causal=True)
+        alone = flash_attn(*piece, causal=True, impl=impl)
         want = [alone, *torch.autograd.grad(alone, piece, g.detach()[start:end].transpose(0, 1)[None])]
         for a, b in zip((out, *gradients), want, strict=True):
             torch.testing.assert_close(a[start:end].transpose(0, 1)[None], b, atol=2e-2, rtol=2e-2)
@@ -147,7 +149,7 @@ def test_varlen_on_another_device() -> None:
 
 @pytest.mark.parametrize("device", range(max(COUNT, 2)))
 def test_cuda_graph_on_each_device(impl: str, device: int) -> None:
-    """Captured with another device current outside the capture, replayed on new values."""
+    """Captured while cuda:0 is current outside the capture, replayed on new values."""
     static = inputs(device)
     stream = torch.cuda.Stream(device=device)
     with torch.cuda.stream(stream):
@@ -179,10 +181,12 @@ CASES = [(w, features, compiled) for w in ("ddp", "fsdp2") for features in (Fals
 
 @pytest.fixture(scope="module")
 def alone() -> dict[bool, dict]:
-    """The run on one GPU with bf16 autocast, by whether the attention has features."""
-    device = torch.device("cuda", 0)
+    """The run on one GPU on the same batches with bf16 autocast, by whether the attention has features."""
+    device, batch = torch.device("cuda", 0), train_worker.batch_for(COUNT)
     return {
-        f: train_worker.train(train_worker.make_model(f, torch.float32).to(device), device, precision=torch.bfloat16)
+        f: train_worker.train(
+            train_worker.make_model(f, torch.float32).to(device), device, batch, precision=torch.bfloat16
+        )
         for f in (False, True)
     }
 

@@ -1,8 +1,8 @@
 """One rank of a data-parallel training run, started by the tests: `python train_worker.py SETTINGS.json`.
 
 The environment names rank and world size as torchrun does; processes meet at the file that SETTINGS names. Every rank
-takes its share of each batch; rank 0 writes what the tests compare with a run in one process. The same functions run
-there.
+takes an equal share of each batch; rank 0 writes what the tests compare with a run in one process. The same functions
+run there.
 """
 
 import json
@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from flashtri_modules import FlashSelfAttention
 from flashtri_modules.demo import CharModel
 
-VOCAB, BLOCK, BATCH, STEPS = 16, 32, 16, 3
+VOCAB, BLOCK, STEPS = 16, 32, 3
 WIDTH, HEADS = 96, 6
 
 
@@ -43,17 +43,23 @@ def make_model(features: bool, dtype: torch.dtype) -> nn.Module:
     return model.to(dtype)
 
 
+def batch_for(world: int) -> int:
+    """Sequences in a batch that `world` ranks share equally: the mean over ranks is then the mean over the batch."""
+    return -(-16 // world) * world
+
+
 def train(
-    model: nn.Module, device: torch.device, rank: int = 0, world: int = 1, precision: torch.dtype | None = None
-) -> dict[str, Any]:
+    model: nn.Module, device: torch.device, batch: int, rank: int = 0, world: int = 1,
+    precision: torch.dtype | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Take STEPS steps of SGD; return losses, the last gradients and the weights after them, whole and in fp64."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     generator = torch.Generator().manual_seed(1)
     losses = []
     for _ in range(STEPS):
         # Each sequence counts up from somewhere, which a model begins to learn in a few steps.
-        first = torch.randint(VOCAB, (BATCH, 1), generator=generator)
-        tokens = ((first + torch.arange(BLOCK + 1)) % VOCAB).chunk(world)[rank].to(device)
+        first = torch.randint(VOCAB, (batch, 1), generator=generator)
+        tokens = ((first + torch.arange(BLOCK + 1)) % VOCAB).view(world, -1, BLOCK + 1)[rank].to(device)
         with nullcontext() if precision is None else torch.autocast(device.type, precision):
             logits = model(tokens[:, :-1])
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -151,7 +157,7 @@ def main() -> None:
         wrapped = WRAPPERS[wrapper](model, device, compiled, precision)
         # FSDP2 casts by itself; for it autocast would only hide a cast that is missing.
         autocast = precision if wrapper == "ddp" else None
-        results[f"{wrapper}-{features}-{compiled}"] = train(wrapped, device, rank, world, autocast)
+        results[f"{wrapper}-{features}-{compiled}"] = train(wrapped, device, batch_for(world), rank, world, autocast)
     if rank == 0:
         torch.save(results, settings["out"])
     dist.destroy_process_group()
