@@ -10,6 +10,7 @@ from flashtri_core import flash_attn, flash_attn_varlen
 from flashtri_core.testing import cases
 from flashtri_core.testing.cases import Case, laid_out
 from flashtri_core.testing.plugin import GPU_BFLOAT, GPU_HALF, INTERPRETER, REFERENCE, lanes
+from flashtri_core.variants import MASKS
 
 INF = float("inf")
 
@@ -139,6 +140,43 @@ def test_minus_infinity_in_a_bias(lane, poisoned):
     got = lane.check(given)
     assert (got["lse"][0, :, 3] == -INF).all() and not got["out"][0, :, 3].any()
     assert not got["dk"][0, :, 5:20].any() and not got["dbias"][:, :, 5:20].any()
+
+
+@lanes()
+@pytest.mark.parametrize("where", ["q", "k", "attn_bias", "alibi_slopes"])
+@pytest.mark.parametrize("hide", ["nothing", "causal", "window", "mask"])
+def test_nan_reaches_the_rows_that_see_it(lane, where, hide):
+    """A NaN score makes its row NaN, as in SDPA, and no other row; one that a mask hides makes none."""
+    hidden = {"nothing": {}, "causal": {"causal": True}, "window": {"window": (9, 4)}, "mask": {"mask": "hqk"}}[hide]
+    added = {"attn_bias": {"bias": "bhqk"}, "alibi_slopes": {"alibi": "h"}}.get(where, {})
+    given = lane.inputs(Case("nan", heads=(4, 2), **hidden, **added))
+    if hide == "mask":
+        given.tensors["attn_mask"][1, 7, 15] = True
+    clean = lane.run(given, backward=False)
+    entry, scores = {  # what is NaN, and which scores (batch, head, row, key) are
+        "q": ((0, 1, 7), (0, 1, 7)),
+        "k": ((0, 0, 15), (0, slice(0, 2), slice(None), 15)),
+        "attn_bias": ((0, 1, 7, 15), (0, 1, 7, 15)),
+        "alibi_slopes": (2, (0, 2)),
+    }[where]
+    given.tensors[where][entry] = float("nan")
+    problem, extras = cases.problem_of(given)
+    i, j = torch.arange(problem.seqlen_q)[:, None], torch.arange(problem.seqlen_k)[None]
+    seen = (
+        MASKS[problem.mask_kind].keep_eager(i, j, problem.seqlen_q, problem.seqlen_k, *problem.window).to(lane.device)
+    )
+    seen = seen.expand(1, 4, -1, -1) if extras.attn_mask is None else seen & extras.attn_mask
+    spoilt = torch.zeros_like(seen)
+    spoilt[scores] = seen[scores]
+    rows = spoilt.any(-1)
+    got, exact = lane.run(given), cases.exact(given)
+    assert rows.any()
+    for name in ("out", "lse"):
+        nan = got[name].isnan()
+        assert torch.equal(nan, rows[..., None].expand_as(nan) if name == "out" else rows), name
+        assert torch.equal(exact[name].isnan(), nan), name
+        assert torch.equal(got[name][~rows], clean[name][~rows]), name
+    assert got["dq"][rows].isnan().all() and got["dv"].isnan().any()
 
 
 @lanes(INTERPRETER, GPU_HALF, GPU_BFLOAT)

@@ -43,7 +43,7 @@ def masked_scores(
     visible = MASKS[problem.mask_kind].keep_eager(i, j, nq, nk, left, right) & (j < nk)
     if extras.attn_mask is not None:
         visible = visible & _slice(extras.attn_mask, z, i, qk.shape[-1])
-    visible = visible & (s > float("-inf"))
+    visible = visible & (s != float("-inf"))  # NaN is a score like any other
     return capped, s.masked_fill(~visible, float("-inf")), visible
 
 
