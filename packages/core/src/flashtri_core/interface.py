@@ -66,7 +66,8 @@ def flash_attn(
         return_lse: also return the log-sum-exp (B, Hq, Nq), natural logarithm, fp32, differentiable.
         return_max_logits: also return the largest visible score (or sink) per head, (Hq,) fp32, without gradient.
         impl: "auto", "triton", "hopper" or "reference"; an explicit choice never falls back.
-        validate: check the values of seqused_k on a GPU too, which waits for the device; on a CPU they always are.
+        validate: check the values of seqused_k on a GPU too, which waits for the device; on a CPU they are checked
+            anyway, but not under ``torch.compile``.
 
     Returns:
         out (B, Hq, Nq, Dv) in q's dtype and memory order; with ``return_lse`` and ``return_max_logits`` a tuple.
@@ -138,7 +139,7 @@ def flash_attn_varlen(
         alibi_slopes: (Hq,) or (sequences, Hq).
         seqused_k: int32 (sequences,), keys in use in each sequence's rows.
         validate: check the values of cu_seqlens and seqused_k, and the longest lengths, on a GPU too, which waits for the
-            device; on a CPU they always are.
+            device; on a CPU they are checked anyway, but not under ``torch.compile``.
 
     Returns:
         out (total_q, Hq, Dv); lse (Hq, total_q); max_logits (Hq,).
@@ -179,6 +180,8 @@ def flash_attn_varlen(
 
 def supports(q: Tensor, k: Tensor, v: Tensor, *, impl: str = "auto", **features: Any) -> Support:
     """Would :func:`flash_attn` run this call here, with which implementation, and if not, why not?
+
+    It answers for dense calls; packed ones, :func:`flash_attn_varlen`, cannot be asked about.
 
     Args:
         q, k, v: as for :func:`flash_attn`; only shapes, dtype and device are looked at (meta tensors too are fine).
