@@ -5,7 +5,7 @@ import pytest
 
 from flashtri_bench import results, schema
 from flashtri_bench.cases import BY_ID
-from flashtri_bench.results import add, dumps, empty, load, merge, normalised, problems, rounded, save
+from flashtri_bench.results import NOT_STARTED, add, dumps, empty, load, merge, normalised, problems, rounded, save
 
 
 def found(document):
@@ -204,6 +204,14 @@ def test_a_skip_never_removes_a_figure_and_a_figure_removes_a_skip(make):
     with_skip = add(empty(), [], [skip | {"impl": "fa4", "reason": "not installed"}], make.run)
     assert merge(old, with_skip) == old
     assert all(s["impl"] != "fa4" for s in merge(with_skip, old)["skipped"])
+
+
+def test_that_time_ran_out_gives_way_to_any_other_reason(make):
+    skip = {"run": make.run["id"], "suite": "grid", "case": "grid-d64-full-n512", "op": "fwd", "dtype": "bf16"}
+    known, late = (
+        add(empty(), [], [skip | {"impl": "fa4", "reason": reason}], make.run) for reason in ("hung", NOT_STARTED)
+    )
+    assert merge(known, late) == merge(late, known) == known
 
 
 def test_files_diff_by_row_and_survive_a_round_trip(make, tmp_path):

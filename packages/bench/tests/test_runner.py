@@ -86,6 +86,9 @@ def test_no_case_is_started_after_the_budget(run, capfd):
     done = run(budget_s=0.0)
     assert done.document["rows"] == []
     assert len(done.left_over) == 6
+    assert [s["reason"] for s in done.document["skipped"]] == ["not started within the time budget"] * (6 * 2 * 3)
+    assert done.saved == [done.document]
+    assert list(results.problems(done.document)) == []
     assert not orders()
     assert f"not started within the time budget: {', '.join(done.left_over)}" in capfd.readouterr().err
 

@@ -125,7 +125,7 @@ def _run(args: argparse.Namespace) -> int:
     print(report.smoke_summary(document) if smoke else report.terminal(document))
     rows, skips = len(document["rows"]), len(document["skipped"])
     print(f"{rows} rows, {skips} skipped, {time.monotonic() - began:.0f} s", end="")
-    print(f", {len(run.left_over)} cases not started within the time budget" if run.left_over else "")
+    print(f", {len(run.left_over)} cases {results.NOT_STARTED}" if run.left_over else "")
     print(f"written to {out}" if out is not None else "Nothing was written: a smoke run gives no results.")
     red = [s for s in document["skipped"] if s["impl"].startswith("flashtri") and "wrong" in s["reason"]]
     for skip in red:

@@ -27,6 +27,7 @@ ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 # A rate this far above the matmul rate of the same run can only be a miscount. The matmul's own rate varies by a few
 # percent with heat, and attention of short sequences runs at a higher clock than a long matmul.
 ABOVE_CEILING = 1.25
+NOT_STARTED = "not started within the time budget"
 
 
 def empty() -> Document:
@@ -148,7 +149,9 @@ def merge(old: Document, new: Document) -> Document:
     """
     gpus = gpu_of(old) | gpu_of(new)
     rows = {key(r, gpus): r for r in (*old["rows"], *new["rows"])}
-    skips = {key(s, gpus): s for s in (*old["skipped"], *new["skipped"])}
+    # that time ran out gives way to any other reason, of whichever run
+    said = sorted((*old["skipped"], *new["skipped"]), key=lambda s: bool(s["reason"] != NOT_STARTED))
+    skips = {key(s, gpus): s for s in said}
     return normalised(
         {
             "schema_version": 1,

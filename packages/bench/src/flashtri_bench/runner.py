@@ -295,7 +295,8 @@ class Run:
         finally:
             self.close()
         if self.left_over:
-            self.progress.note(f"not started within the time budget: {', '.join(self.left_over)}")
+            self.save(self.document)
+            self.progress.note(f"{results.NOT_STARTED}: {', '.join(self.left_over)}")
         return self.document
 
     def _carry_out(self, suite: str, units: Sequence[Unit]) -> None:
@@ -310,6 +311,10 @@ class Run:
                 self.progress.advance()
             else:
                 self.left_over.append(unit.case)
+                skips = [
+                    skip_row(unit, self.record, op, peer, results.NOT_STARTED) for peer in unit.peers for op in unit.ops
+                ]
+                self.document = results.add(self.document, [], skips, self.record)
 
     def _compile(self, suite: str, units: Sequence[Unit]) -> None:
         """Fill the compilers' caches on disk with several processes before a suite is timed.
