@@ -179,6 +179,20 @@ def test_nan_reaches_the_rows_that_see_it(lane, where, hide):
     assert got["dq"][rows].isnan().all() and got["dv"].isnan().any()
 
 
+@lanes()
+@pytest.mark.parametrize("name", ["sink", "sink_dead_rows", "packed_sink"])
+def test_nan_in_a_sink_reaches_its_head(lane, name):
+    """Rows of a head whose sink is NaN are NaN, those that see no key too; a sink of -inf is none."""
+    given = lane.inputs(cases.CASES[name])
+    given.tensors["learnable_sink"][:] = torch.tensor([float("nan"), -INF])
+    got, exact = lane.run(given), cases.exact(given)
+    for result in (got, exact):
+        for x, axis in ((result["lse"], result["lse"].dim() - 2), (result["out"], 1)):
+            spoilt, clean = x.unbind(axis)
+            assert spoilt.isnan().all() and not clean.isnan().any()
+    assert got["dsink"][0].isnan() and got["dsink"][1] == 0
+
+
 @lanes(INTERPRETER, GPU_HALF, GPU_BFLOAT)
 @pytest.mark.parametrize("name", ["full", "causal", "gqa"])
 def test_outliers(lane, name):

@@ -89,19 +89,16 @@ def eager_attention(
     used: int | Tensor = nk
     if extras.seqused_k is not None:
         used = extras.seqused_k.clamp(max=nk).to(torch.int64)[z, None, None, None]
-    _, s, visible = masked_scores(q @ k.transpose(-1, -2), problem, extras, z, i, nq, used)
-    dead = ~visible.expand(s.shape).any(-1, keepdim=True)
-    s = s.masked_fill(dead, 0.0)
+    _, s, _ = masked_scores(q @ k.transpose(-1, -2), problem, extras, z, i, nq, used)
     if extras.learnable_sink is not None:
         column = extras.learnable_sink.to(s.dtype)[None, :, None, None].expand(*s.shape[:3], 1)
-        s_all = torch.cat([s.masked_fill(dead, float("-inf")), column], -1)
-        p = torch.softmax(s_all, -1)[..., :-1]
-        lse, row_max = torch.logsumexp(s_all, -1), s_all.amax(-1) if s_all.numel() else s_all.sum(-1)
-    else:
-        p = torch.softmax(s, -1).masked_fill(dead, 0.0)
-        lse = torch.logsumexp(s, -1).masked_fill(dead[..., 0], float("-inf"))
-        row_max = s.amax(-1) if nk else s.sum(-1)
-        row_max = row_max.masked_fill(dead[..., 0], float("-inf"))
+        s = torch.cat([s, column], -1)
+    dead = (s == float("-inf")).all(-1, keepdim=True)
+    s = s.masked_fill(dead, 0.0)
+    p = torch.softmax(s, -1).masked_fill(dead, 0.0)[..., :nk]
+    lse = torch.logsumexp(s, -1).masked_fill(dead[..., 0], float("-inf"))
+    row_max = s.amax(-1) if s.numel() else s.sum(-1)
+    row_max = row_max.masked_fill(dead[..., 0], float("-inf"))
     p = p * dropout_scale(problem, extras, z, i, nk)
     return p.to(v.dtype) @ v, lse, row_max
 
@@ -252,6 +249,7 @@ def chunked_backward(
             i = torch.arange(rows.start, rows.stop, device=q.device)[:, None]
             qc, doc, oc = (x[:, :, rows].to(high) for x in (qs, dos, os))
             lse_c = lses[:, :, rows].to(high)
+            lse_c = lse_c.masked_fill(lse_c == float("-inf"), float("inf"))  # rows without keys: every p is 0
             delta = (doc * oc).sum(-1)
             if dlses is not None:
                 delta = delta - dlses[:, :, rows].to(high)
@@ -261,7 +259,7 @@ def chunked_backward(
                 sink_sum -= (p_sink * delta).sum((0, 2))
             qk = (_grouped(qc, problem.heads_k) @ ks.transpose(-1, -2)).view(*qc.shape[:3], keys)
             capped, s, _ = masked_scores(qk, problem, extras, part.z, i, part.nq, part.used)
-            p = torch.exp(s - lse_c.masked_fill(lse_c == float("-inf"), float("inf"))[..., None])
+            p = torch.exp(s - lse_c[..., None])
             factor = dropout_scale(problem, extras, part.z, i, keys)
             dv_sum += _grouped(p * factor, problem.heads_k).transpose(-1, -2) @ _grouped(doc, problem.heads_k)
             dp = (_grouped(doc, problem.heads_k) @ vs.transpose(-1, -2)).view(p.shape) * factor

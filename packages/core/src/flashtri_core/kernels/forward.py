@@ -61,8 +61,9 @@ def attn_fwd_kernel(
     l_i = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     if SINK is not None:
-        m_i = tl.zeros([BLOCK_M], tl.float32) + tl.load(SINK + h).to(tl.float32) * (LOG2E / unit_log2)
-        l_i += 1.0
+        sink = tl.load(SINK + h).to(tl.float32)
+        m_i = tl.zeros([BLOCK_M], tl.float32) + sink * (LOG2E / unit_log2)
+        l_i += tl.where(sink != sink, float("nan"), 1.0)  # a maximum drops NaN, the sum keeps it
 
     # the loop over keys, in three spans: an edge that needs the mask, the free middle, the other edge
     lo, full_lo, full_hi, hi = variant.kv_range(start_m, tl.minimum(start_m + BLOCK_M, Nq), Nq, Nk, args.mask)

@@ -18,7 +18,7 @@ def gradient(sink: Tensor, lse: Tensor, delta: Tensor, head_dim_axis: int) -> Te
     shape = [1] * lse.dim()
     shape[head_dim_axis] = -1
     axes = [axis for axis in range(lse.dim()) if axis != head_dim_axis]
-    p_sink = torch.exp(sink.to(lse.dtype).view(shape) - lse)
+    p_sink = torch.exp(sink.to(lse.dtype).view(shape) - lse.masked_fill(lse == float("-inf"), float("inf")))
     return -(p_sink * delta).sum(axes).to(sink.dtype)
 
 
