@@ -107,10 +107,11 @@ def test_a_row_changes_its_magnitude(levels):
     check(torch.tensor(levels).repeat_interleave(256).expand(16, -1).contiguous())
 
 
-def test_a_scale_below_the_normal_numbers():
-    """The unit is denormal, and rows have seen nothing in the first tile: outputs are means, not NaN."""
+@pytest.mark.parametrize("scale", [1e-46, 1e-40, 1.2e-38])
+def test_a_scale_among_the_smallest_numbers(scale):
+    """The unit is zero or nearly so, and rows have seen nothing in the first tile: outputs are means, not NaN."""
     q, k, v = (torch.rand(1, 1, 512, 16, generator=torch.Generator().manual_seed(s)).half() for s in range(3))
-    out = flash_attn(q, k, v, softmax_scale=1e-40, window_size=(0, 5), impl="triton")
+    out = flash_attn(q, k, v, softmax_scale=scale, window_size=(0, 5), impl="triton")
     right = torch.stack([v[0, 0, i : i + 6].double().mean(0) for i in range(512)])
     torch.testing.assert_close(out[0, 0].double(), right, rtol=2e-3, atol=0)
 

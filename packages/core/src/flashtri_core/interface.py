@@ -18,6 +18,7 @@ from .variants import alibi, attn_bias, dropout, sink, softcap, window
 MAX_HEAD_DIM = 256
 FLAGS = ("return_lse", "return_max_logits", "validate")
 FLOAT_MAX = torch.finfo(torch.float32).max  # the kernels count in float32
+FLOAT_TINY = torch.finfo(torch.float32).tiny  # and a GPU reads what is smaller as 0
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -53,7 +54,7 @@ def flash_attn(
         k: (B, Hk, Nk, D), Hq a multiple of Hk: head h reads key head ``h // (Hq / Hk)`` (GQA, MQA).
         v: (B, Hk, Nk, Dv). D and Dv at most 256 each, any value.
         causal: query i sees key j when ``j <= i + Nk - Nq`` (bottom-right aligned; SDPA's is_causal is top-left).
-        softmax_scale: any finite float; default ``D ** -0.5``.
+        softmax_scale: any finite float; default ``D ** -0.5``. Below float32's smallest normal number, 1.2e-38, it is 0.
         window_size: (left, right) keys beside the diagonal, inclusive; -1 = unbounded.
         softcap: ``softcap * tanh(s / softcap)`` on the scaled score; 0 = off.
         alibi_slopes: fp32 (Hq,) or (B, Hq); adds ``-slope * |i + Nk - Nq - j|``.
@@ -384,6 +385,8 @@ def check_options(
         raise TypeError(f"softmax_scale must be a float or None, got {type(softmax_scale).__name__}")
     elif not -FLOAT_MAX <= softmax_scale <= FLOAT_MAX:
         raise ValueError(f"softmax_scale must be finite, got {softmax_scale}")
+    elif -FLOAT_TINY < softmax_scale < FLOAT_TINY:
+        softmax_scale = 0.0
     left, right = window.check(window_size)
     cap = cap if type(cap) is float and cap == 0.0 else softcap.check(cap)  # nearly every call: off
     p = dropout_p if type(dropout_p) is float and dropout_p == 0.0 else dropout.check(dropout_p)
