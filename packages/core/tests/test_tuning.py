@@ -179,18 +179,59 @@ def test_tuning_ignores_wrong_and_failing_configs(own_cache):
         tune.tune("dq", ask, target, lambda c: None)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"fwd": 3}', '{"fwd": [{"config": {"BLOCK_M": 1}}]}', "\x00\x01"])
+TILES = {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2}
+SPOILT_RULES = [
+    3, {"config": TILES}, {"when": [1], "config": TILES}, {"when": {}, "config": 1}, {"when": {}, "config": {"BLOCK_M": 1}},
+    *({"when": {}, "config": TILES | wrong} for wrong in (
+        {"BLOCK_M": "x"}, {"BLOCK_M": 48}, {"BLOCK_N": 8}, {"num_warps": 3}, {"num_stages": 0}, {"num_stages": True},
+    )),
+    *({"when": wrong, "config": TILES} for wrong in (
+        {"max_seqlen": "9"}, {"max_head_dim": None}, {"mask": 1}, {"features": "bias"}, {"any_of": [[]]}, {"later": 1},
+    )),
+]  # fmt: skip
+SPOILT = ["", "{", "[]", "null", '{"fwd": 3}', '{"fwd": {"config": 1}}', "\x00\x01", "[" * 100_000]
+
+
+@pytest.mark.parametrize("text", SPOILT + [json.dumps({"fwd": [rule]}) for rule in SPOILT_RULES])
 def test_a_spoilt_table_is_no_table(own_cache, text):
-    """A half-written or foreign file in the cache must not break a call."""
+    """A half-written or foreign file in the cache breaks neither a call nor tuning, which replaces it."""
     target = Target(90, SHARED_MEMORY[90])
     right = tuning.choose("fwd", problem(64), target)
     table(own_cache).write_text(text)
     tuning.forget()
     assert tuning.choose("fwd", problem(64), target) == right
+    best = tune.candidates("fwd", problem(64), target)[1]
+    tune.tune("fwd", problem(64), target, measured(best))
+    assert [rule["config"] for rule in json.loads(table(own_cache).read_text())["fwd"]] == [asdict(best)]
+
+
+def test_tuning_beside_a_rule_written_by_hand(own_cache):
+    """A rule may leave conditions out; it holds for more than a tuned one, so it comes after it."""
+    target = Target(90, SHARED_MEMORY[90])
+    table(own_cache).write_text(json.dumps({"fwd": [{"when": {}, "config": TILES}]}))
+    tuning.forget()
+    best = next(c for c in tune.candidates("fwd", problem(64), target) if asdict(c) != TILES)
+    tune.tune("fwd", problem(64), target, measured(best))
+    assert [rule["config"] for rule in json.loads(table(own_cache).read_text())["fwd"]] == [asdict(best), TILES]
+
+
+def test_a_folder_that_cannot_be_written_is_named_before_measuring(own_cache, monkeypatch):
+    (own_cache / "file").touch()
+    folder = own_cache / "file" / "tables"
+    monkeypatch.setenv("FLASHTRI_CACHE", str(folder))
+    with pytest.raises(OSError, match=r"cannot write its table, set FLASHTRI_CACHE") as caught:
+        tune.tune("fwd", problem(64), Target(90, SHARED_MEMORY[90]), lambda config: pytest.fail("measured"))
+    assert caught.value.filename == str(folder)
+
+
+def test_a_table_has_the_mode_of_any_file(own_cache):
+    tune.tune("fwd", problem(64), Target(90, SHARED_MEMORY[90]), lambda config: 1.0)
+    (own_cache / "plain").touch()
+    assert table(own_cache).stat().st_mode == (own_cache / "plain").stat().st_mode
 
 
 def test_tables_are_replaced_in_one_step(own_cache, monkeypatch):
-    """A process that dies while writing leaves the old table: the new one is moved into place when it is whole."""
+    """A process that dies while writing leaves the old table and nothing else: the new one is moved into place whole."""
     target = Target(90, SHARED_MEMORY[90])
     candidates = tune.candidates("fwd", problem(64), target)
     tune.tune("fwd", problem(64), target, measured(candidates[1]))
@@ -204,6 +245,7 @@ def test_tables_are_replaced_in_one_step(own_cache, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         tune.tune("fwd", problem(128), target, measured(tune.candidates("fwd", problem(128), target)[1]))
     assert table(own_cache).read_text() == old
+    assert {path.suffix for path in own_cache.iterdir()} <= {".json", ".lock"}
 
 
 TUNER = """
@@ -246,6 +288,8 @@ def test_a_lock_left_behind_holds_nobody_up(own_cache, monkeypatch, lock):
     """A tuner that was killed while it wrote: the next one goes on, at once or when the file is old."""
     if lock == "file":
         monkeypatch.setattr(tune, "fcntl", None)
+    elif tune.fcntl is None:
+        pytest.skip("this system has no locks of its own")
     left = own_cache / "table.lock"
     left.touch()
     os.utime(left, (0, 0))

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 from unittest import mock
 
 import torch
@@ -57,7 +58,13 @@ def tune(
 
     Several processes may tune at once: the table is read and replaced under a lock, and readers see the old file or the
     new one.
+
+    Raises:
+        OSError: the table's folder cannot be written; said before anything is measured.
+        RuntimeError: no candidate runs correctly.
     """
+    path = tuning.cache_path(target)
+    make_writable(path.parent)
     times = {c: t for c in candidates(kernel, problem, target) if (t := measure(c)) is not None}
     if not times:
         raise RuntimeError(f"no {kernel} config ran correctly for {problem}")
@@ -71,19 +78,45 @@ def tune(
         },
         "config": asdict(best),
     }
-    path = tuning.cache_path(target)
-    path.parent.mkdir(parents=True, exist_ok=True)
     with locked(path.with_suffix(".lock")):
         tuning.forget()  # another process may have written since
         table = dict(tuning.read_table(path))
         kept = [r for r in table.get(kernel, []) if r["when"] != rule["when"]]
-        narrow = lambda r: (-len(r["when"]["features"]), r["when"]["max_head_dim"], r["when"]["max_seqlen"])
-        table[kernel] = sorted([*kept, rule], key=narrow)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as handle:
-            json.dump(table, handle, indent=1, sort_keys=True)
-        os.replace(handle.name, path)
+        table[kernel] = sorted([*kept, rule], key=_narrowness)
+        _replace(path, table)
         tuning.forget()
     return best, times
+
+
+def _narrowness(rule: dict[str, Any]) -> tuple[int, int, int]:
+    """Sorts rules that ask for more before those that ask for less."""
+    when = rule["when"]
+    return -len(when.get("features", ())), when.get("max_head_dim", 256), when.get("max_seqlen", 1 << 40)
+
+
+def make_writable(folder: Path) -> None:
+    """Make the folder of tuned tables, if need be.
+
+    Raises:
+        OSError: that, or making a file in it, fails.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        words = f"tune cannot write its table, set FLASHTRI_CACHE to another folder ({error.strerror})"
+        raise OSError(error.errno, words, str(folder)) from error
+
+
+def _replace(path: Path, table: dict[str, Any]) -> None:
+    """Write a file of its own and move it into place whole. A writer that is killed leaves it for the next to overwrite."""
+    whole = path.with_suffix(".tmp")
+    try:
+        with whole.open("w") as handle:
+            json.dump(table, handle, indent=1, sort_keys=True)
+        whole.replace(path)
+    finally:
+        whole.unlink(missing_ok=True)
 
 
 @contextmanager

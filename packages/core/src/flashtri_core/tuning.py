@@ -89,12 +89,29 @@ def read_table(path: Path) -> dict[str, list[dict[str, Any]]]:
     """A tuned table; empty when there is none or it is not one, since the shipped table then serves."""
     try:
         table = json.loads(path.read_text())
-        for entries in table.values():
-            for rule in entries:
-                Config(**rule["config"])
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+    except (OSError, ValueError, RecursionError):
         return {}
-    return table  # type: ignore[no-any-return]
+    whole = isinstance(table, dict) and all(isinstance(x, list) and all(map(_is_rule, x)) for x in table.values())
+    return table if whole else {}
+
+
+_CONDITIONS = {"max_head_dim": int, "max_seqlen": int, "mask": str, "features": list, "any_of": list}
+
+
+def _is_rule(rule: Any) -> bool:
+    """Are these conditions that ``_matches`` can test, and tiles that a kernel can have?"""
+    try:
+        when, config = rule["when"], Config(**rule["config"])
+        powers = (config.BLOCK_M, config.BLOCK_N, config.num_warps)
+        return (
+            all(type(value) is _CONDITIONS[name] for name, value in when.items())
+            and all(type(name) is str for key in ("features", "any_of") for name in when.get(key, ()))
+            and all(type(size) is int and size > 0 for size in (*powers, config.num_stages))
+            and all(size & (size - 1) == 0 for size in powers)
+            and min(config.BLOCK_M, config.BLOCK_N) >= 16  # the least that a matrix product takes
+        )
+    except (TypeError, KeyError, AttributeError):
+        return False
 
 
 def forget() -> None:
