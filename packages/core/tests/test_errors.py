@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from flashtri_core import dropout_mask, flash_attn, flash_attn_varlen, supports
+from flashtri_core import draw_rng, dropout_mask, flash_attn, flash_attn_varlen, pack, supports, unpack
 from flashtri_core._jit import INTERPRETED
 from flashtri_core.problem import Extras, Problem
 from flashtri_core.target import Target
@@ -56,6 +56,7 @@ DENSE = [
     (dict(k=torch.zeros(2, 2, 7, 8, dtype=torch.float8_e4m3fn)), TypeError, r"^k must be float16, .*got torch.float8_e4m3fn"),
     # plain keywords
     (dict(causal=1), TypeError, r"^causal must be a bool, got int"),
+    (dict(causal=type("bool", (), {"__module__": "numpy"})()), TypeError, r"^causal must be a bool, got numpy\.bool"),
     (dict(causal=None), TypeError, r"^causal must be a bool, got NoneType"),
     (dict(softmax_scale="1"), TypeError, r"^softmax_scale must be a float or None, got str"),
     (dict(softmax_scale=True), TypeError, r"^softmax_scale must be a float or None, got bool"),
@@ -77,11 +78,11 @@ DENSE = [
     (dict(softcap=True), TypeError, r"^softcap must be a float, got bool"),
     (dict(softcap=False), TypeError, r"^softcap must be a float, got bool"),
     (dict(softcap=None), TypeError, r"^softcap must be a float, got NoneType"),
-    (dict(softcap=10**400), ValueError, r"^softcap must be finite and >= 0 \(0 = off\), got 1000"),
-    (dict(softcap=1e-300), ValueError, r"^softcap must be finite and >= 0 \(0 = off\), got 1e-300"),
-    (dict(softcap=-1.0), ValueError, r"^softcap must be finite and >= 0 \(0 = off\), got -1.0"),
-    (dict(softcap=math.nan), ValueError, r"^softcap must be finite and >= 0 \(0 = off\), got nan"),
-    (dict(softcap=math.inf), ValueError, r"^softcap must be finite and >= 0 \(0 = off\), got inf"),
+    (dict(softcap=10**400), ValueError, r"^softcap must be finite and >= 0 \(0 = off, else 1e-38 to 1e38\), got 1000"),
+    (dict(softcap=1e-40), ValueError, r"^softcap must be finite and >= 0 \(0 = off, else 1e-38 to 1e38\), got 1e-40"),
+    (dict(softcap=-1.0), ValueError, r"^softcap must be finite and >= 0 \(0 = off, else 1e-38 to 1e38\), got -1.0"),
+    (dict(softcap=math.nan), ValueError, r"^softcap must be finite and >= 0 \(0 = off, else 1e-38 to 1e38\), got nan"),
+    (dict(softcap=math.inf), ValueError, r"^softcap must be finite and >= 0 \(0 = off, else 1e-38 to 1e38\), got inf"),
     (dict(dropout_p="0.1"), TypeError, r"^dropout_p must be a float, got str"),
     (dict(dropout_p=True), TypeError, r"^dropout_p must be a float, got bool"),
     (dict(dropout_p=False), TypeError, r"^dropout_p must be a float, got bool"),
@@ -281,6 +282,37 @@ def test_a_gpu_too_small_is_named(limit):
 def test_dropout_mask_checks_its_probability():
     with pytest.raises(ValueError, match="dropout_p must be in"):
         dropout_mask(torch.zeros(2, dtype=torch.int64), (1, 1, 2, 2), 1.0)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 2), (1, 1, -2, 2), (1, 1, 2.0, 2), 4, None])
+def test_dropout_mask_checks_its_shape(shape):
+    with pytest.raises(ValueError, match=r"^shape must be \(B, Hq, Nq, Nk\), none negative, got"):
+        dropout_mask(torch.zeros(2, dtype=torch.int64), shape, 0.5)
+
+
+@pytest.mark.parametrize("device", ["bogus", None, 1.5])
+def test_draw_rng_names_its_device(device):
+    with pytest.raises(ValueError, match=f"^device must be one that torch knows, got {device!r}"):
+        draw_rng(device)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:1", torch.device("cuda")])
+def test_draw_rng_says_that_there_is_no_gpu(device, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(
+        ValueError, match=r"^device must be one that is here, got 'cuda(:1)?', and torch sees no CUDA GPU"
+    ):
+        draw_rng(device)
+
+
+def test_packing_names_what_is_no_tensor():
+    x, lengths = torch.zeros(2, 3), torch.tensor([1, 2])
+    for call, name in (
+        (lambda: pack(None, lengths), "padded"), (lambda: pack(x, [1, 2]), "lengths"),
+        (lambda: unpack(None, lengths, 3), "values"), (lambda: unpack(x, [0, 1], 3), "cu_seqlens"),
+    ):  # fmt: skip
+        with pytest.raises(TypeError, match=f"^{name} must be a tensor, got (NoneType|list)"):
+            call()
 
 
 def test_the_process_survives_empty_heads():

@@ -223,12 +223,15 @@ def dropout_mask(rng: Tensor, shape: tuple[int, int, int, int], dropout_p: float
         rng: int64 (2,), what the call drew; ``torch.manual_seed(s)`` followed by :func:`draw_rng` repeats it.
         shape: (B, Hq, Nq, Nk).
         dropout_p: as in the call; the kept share is rounded to a multiple of 1/256.
+
+    Raises:
+        TypeError, ValueError: rng is not what draw_rng returns, shape not four sizes, or dropout_p no probability.
     """
     dropout.check(dropout_p)
     if not isinstance(rng, Tensor) or rng.dtype != torch.int64 or rng.shape != (2,):
         raise ValueError(f"rng must be an int64 tensor of shape (2,), as draw_rng returns it, got {rng!r}")
-    if len(shape) != 4:
-        raise ValueError(f"shape must be (B, Hq, Nq, Nk), got {shape}")
+    if not isinstance(shape, Sequence) or len(shape) != 4 or not all(isinstance(n, int) and n >= 0 for n in shape):
+        raise ValueError(f"shape must be (B, Hq, Nq, Nk), none negative, got {shape}")
     axes = [
         torch.arange(n, device=rng.device).view([-1 if a == axis else 1 for a in range(4)])
         for axis, n in enumerate(shape)
@@ -237,8 +240,18 @@ def dropout_mask(rng: Tensor, shape: tuple[int, int, int, int], dropout_p: float
 
 
 def draw_rng(device: torch.device | str = "cpu") -> Tensor:
-    """The int64 (2,) words that the next call with dropout on ``device`` would draw; advances the generator likewise."""
-    return dropout.draw(torch.device(device))
+    """The int64 (2,) words that the next call with dropout on ``device`` would draw; advances the generator likewise.
+
+    Raises:
+        ValueError: torch knows no such device, or sees no CUDA GPU.
+    """
+    try:
+        place = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device must be one that torch knows, got {device!r}") from error
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device must be one that is here, got {str(place)!r}, and torch sees no CUDA GPU")
+    return dropout.draw(place)
 
 
 def _cast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -396,7 +409,9 @@ def check_options(
 def _check_bools(names: Sequence[str], values: Sequence[object]) -> None:
     for name, value in zip(names, values, strict=True):
         if value is not True and value is not False:
-            raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
+            kind = type(value)  # numpy has a bool of its own
+            got = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+            raise TypeError(f"{name} must be a bool, got {got}")
 
 
 def _check_layout(name: str, x: object) -> None:

@@ -27,6 +27,7 @@ def pack(padded: Tensor, lengths: Tensor) -> Packed:
         Packed(values (total, ...), cu_seqlens int32 (B + 1,), max_seqlen); gradients flow back to ``padded``.
 
     Raises:
+        TypeError: an argument is not a tensor, or lengths are not integers.
         ValueError: lengths of another shape, or outside 0 .. N.
 
     Example:
@@ -34,6 +35,7 @@ def pack(padded: Tensor, lengths: Tensor) -> Packed:
         >>> packed.values.tolist(), packed.cu_seqlens.tolist(), packed.max_seqlen
         ([0.0, 3.0, 4.0, 5.0], [0, 1, 4], 3)
     """
+    _check_are_tensors(padded=padded, lengths=lengths)
     if padded.dim() < 2:
         raise ValueError(f"padded must have shape (B, N, ...), got {tuple(padded.shape)}")
     if lengths.dim() != 1 or lengths.shape[0] != padded.shape[0]:
@@ -57,8 +59,10 @@ def unpack(values: Tensor, cu_seqlens: Tensor, length: int) -> Tensor:
         length: N of the result, at least the longest sequence.
 
     Raises:
+        TypeError: an argument is not a tensor.
         ValueError: a sequence is longer than ``length``, or cu_seqlens ends past ``values``.
     """
+    _check_are_tensors(values=values, cu_seqlens=cu_seqlens)
     lengths = cu_seqlens[1:] - cu_seqlens[:-1]
     sizes = lengths.tolist()
     if any(n > length for n in sizes):
@@ -67,6 +71,12 @@ def unpack(values: Tensor, cu_seqlens: Tensor, length: int) -> Tensor:
         raise ValueError(f"cu_seqlens ends at {sum(sizes)}, values has {values.shape[0]} rows")
     padded = values.new_zeros(len(sizes), length, *values.shape[1:])
     return padded.masked_scatter(_wide(_present(lengths, length), padded), values[: sum(sizes)])
+
+
+def _check_are_tensors(**arguments: object) -> None:
+    for name, x in arguments.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
 
 
 def _present(lengths: Tensor, limit: int) -> Tensor:

@@ -64,5 +64,5 @@ def check(softcap: object) -> float:
     if isinstance(softcap, bool) or not isinstance(softcap, (int, float)):
         raise TypeError(f"softcap must be a float, got {type(softcap).__name__}")
     if softcap != 0 and not 1e-38 <= softcap <= 1e38:
-        raise ValueError(f"softcap must be finite and >= 0 (0 = off), got {softcap}")
+        raise ValueError(f"softcap must be finite and >= 0 (0 = off, else 1e-38 to 1e38), got {softcap}")
     return float(softcap)
