@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import support
 import torch
@@ -31,6 +32,12 @@ def packed(
     x = torch.zeros(8, 4, 16)
     cu_q, cu_k = (torch.tensor(c, dtype=torch.int32) if isinstance(c, tuple) else c for c in (cu_q, cu_k))
     return flash_attn_varlen(x if q is None else q, x, x if v is None else v, cu_q, cu_k, longest, longest, **keywords)
+
+
+def without_gpu() -> None:
+    """Random words for a GPU that is not there, wherever the site is built."""
+    with mock.patch.object(torch.cuda, "is_available", lambda: False):
+        draw_rng("cuda")
 
 
 def twice() -> None:
@@ -236,6 +243,8 @@ SECTIONS: dict[str, list[Mistake]] = {
             lambda: dropout_mask(draw_rng(), (8, 8), 0.1),  # type: ignore[arg-type]
             "Give all four sizes of the score matrix.",
         ),
+        ("`draw_rng` for a device that does not exist", lambda: draw_rng("gpu"), 'One of torch\'s: `"cpu"`, `"cuda"`.'),
+        ("`draw_rng` for CUDA without a GPU", without_gpu, "Draw where the tensors are."),
         ("a gradient of a gradient", twice, "Use torch's MATH backend for that part."),
         ("`torch.func.jvp`", transformed, "Use `torch.autograd`, or torch's MATH backend for that part."),
         ("a dual tensor as q", forward_mode, "Use reverse mode, or torch's MATH backend for that part."),
