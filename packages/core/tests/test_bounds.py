@@ -26,9 +26,10 @@ TL = types.SimpleNamespace(minimum=min, maximum=max, load=load)
 
 
 def plain(fn):
-    """A jit function as an ordinary Python function over ints, with Triton's few scalar operations replaced."""
+    """A jit function, and those it calls, as ordinary Python functions over ints, with Triton's few scalar operations replaced."""
     fn = getattr(fn, "fn", fn)
-    return types.FunctionType(fn.__code__, {"tl": TL})
+    callees = {name: fn.__globals__[name] for name in fn.__code__.co_names if name in fn.__globals__ and name != "tl"}
+    return types.FunctionType(fn.__code__, {"tl": TL} | {name: plain(callee) for name, callee in callees.items()})
 
 
 SIZES = [1, 2, 3, 4, 5, 8, 11]
@@ -139,17 +140,18 @@ def test_dense_tiles_start_with_the_longest():
 
 
 @pytest.mark.parametrize("descending", [True, False])
+@pytest.mark.parametrize("group", [1, 2, 3])
 @pytest.mark.parametrize(
     "lengths",
     [[1], [16], [17], [0], [0, 0, 5], [5, 0, 0], [40, 0, 1, 16, 15, 33], [1] * 20, [200] + [1] * 9, [3, 0] * 7],
 )
-def test_packed_tiles_cover_once(lengths, descending):
+def test_packed_tiles_cover_once(lengths, group, descending):
     """Rows 52, 54, 134: every tile of every sequence has one program, whatever is empty; the others fall past an end."""
     tile = plain(schedule.packed_tile)
-    heads, size, tail = 2, 16, 5
+    heads, size, tail = 3, 16, 5
     cu = Words(itertools.accumulate(lengths, initial=0))
     tiles = (cu[-1] + tail) // size + len(lengths)
-    seen = [tile(pid, tiles, len(lengths), cu, size, descending) for pid in range(tiles * heads)]
+    seen = [tile(pid, tiles, heads, group, len(lengths), cu, size, descending) for pid in range(tiles * heads)]
     at_work = sorted((h, s, m) for h, s, m in seen if m < lengths[s])
     assert at_work == [(h, s, m) for h in range(heads) for s, n in enumerate(lengths) for m in range(0, n, size)]
     assert all(m >= 0 for _, _, m in seen), "a program with negative rows would write over its neighbour"

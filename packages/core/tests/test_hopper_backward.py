@@ -207,6 +207,17 @@ WHOLE_HEAD = {
 
 
 @pytest.mark.aot
+@pytest.mark.parametrize(("batch", "d", "rows_first"), [(1, 128, False), (1, 64, True), (2, 72, True), (1, 256, False)])
+def test_the_ends_move_more_than_two_bytes_at_a_time(sm90, batch, d, rows_first):
+    """TMA's stride of an axis of size 1, or that of heads of 72 columns, is no multiple of 16: loads stay wide all the same."""
+    q = torch.empty(batch, 256, 4, d, dtype=torch.bfloat16).transpose(1, 2)
+    q = q if rows_first else q.contiguous()
+    before, _main, after = compiled(problem(q, q, q, Extras()), Extras(), (q, q, q), False)
+    for kernel in (before, after):
+        assert "LDG" in kernel.sass and not re.search(r"(LDG|STG)\S*\.U16", kernel.sass)
+
+
+@pytest.mark.aot
 @pytest.mark.parametrize("heads_k", [4, 2])
 @pytest.mark.parametrize("name", WHOLE_HEAD)
 def test_whole_head_compiles_well(sm90, name, heads_k):

@@ -162,8 +162,12 @@ def choose(kernel: str, problem: Problem, target: Target) -> Config:
 
 
 def head_group(problem: Problem) -> int:
-    """How many (batch, head) pairs share the machine at a time, longest tiles first; 1 where all tiles are equal."""
-    if problem.mask_kind != "causal":
+    """How many (batch, head) pairs, or heads of a packed problem, share the machine at a time, longest tiles first.
+
+    1 where all tiles are equal.
+    """
+    if problem.mask_kind != "causal" and not problem.varlen:
         return 1
     per_head = 2 * problem.seqlen_k * (problem.head_dim + problem.head_dim_v)
-    return max(1, min(problem.batch * problem.heads_q, L2_BYTES // max(per_head, 1)))
+    heads = problem.heads_q if problem.varlen else problem.batch * problem.heads_q
+    return max(1, min(heads, L2_BYTES // max(per_head, 1)))

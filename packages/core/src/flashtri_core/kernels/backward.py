@@ -72,7 +72,7 @@ def attn_bwd_dkdv_kernel(
         zh, start_n = dense_tile(tl.program_id(0), blocks, batch_heads, head_group, BLOCK_N, False)
         z, hk = zh // heads, zh % heads
     else:
-        hk, z, start_n = packed_tile(tl.program_id(0), blocks, batch_heads, CU_K, BLOCK_N, False)
+        hk, z, start_n = packed_tile(tl.program_id(0), blocks, heads, head_group, batch_heads, CU_K, BLOCK_N, False)
     q_row0, Nq, q_used = span_of(CU_Q, None, z, Nq)
     k_row0, k_rows, Nk = span_of(CU_K, USED_K, z, Nk)
     if start_n >= k_rows:
@@ -135,7 +135,7 @@ def attn_bwd_dq_kernel(
         zh, start_m = dense_tile(tl.program_id(0), blocks, batch_heads, head_group, BLOCK_M, True)
         z, h = zh // heads * SHARE, zh % heads
     else:
-        h, z, start_m = packed_tile(tl.program_id(0), blocks, batch_heads, CU_Q, BLOCK_M, True)
+        h, z, start_m = packed_tile(tl.program_id(0), blocks, heads, head_group, batch_heads, CU_Q, BLOCK_M, True)
     q_row0, Nq, q_used = span_of(CU_Q, None, z, Nq)
     if start_m >= Nq:
         return

@@ -44,7 +44,7 @@ def attn_fwd_kernel(
         zh, start_m = dense_tile(tl.program_id(0), blocks, batch_heads, head_group, BLOCK_M, True)
         z, h = zh // heads, zh % heads
     else:
-        h, z, start_m = packed_tile(tl.program_id(0), blocks, batch_heads, CU_Q, BLOCK_M, True)
+        h, z, start_m = packed_tile(tl.program_id(0), blocks, heads, head_group, batch_heads, CU_Q, BLOCK_M, True)
     q_row0, Nq, q_used = span_of(CU_Q, None, z, Nq)
     k_row0, k_rows, Nk = span_of(CU_K, USED_K, z, Nk)
     if start_m >= Nq:

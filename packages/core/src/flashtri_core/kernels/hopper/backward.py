@@ -175,7 +175,9 @@ def locate(turn, sizes, CU_Q, CU_K, USED_K, variant, args, C: gl.constexpr):
         hk = pid % sizes.heads
         start_n = (sizes.blocks - 1 - turn) * C.block_n
     elif C.packed:
-        hk, z, start_n = packed_tile(pid, sizes.blocks, sizes.batch_heads, CU_K, C.block_n, False)
+        hk, z, start_n = packed_tile(
+            pid, sizes.blocks, sizes.heads, sizes.head_group, sizes.batch_heads, CU_K, C.block_n, False
+        )
     else:
         zh, start_n = dense_tile(pid, sizes.blocks, sizes.batch_heads, sizes.head_group, C.block_n, False)
         z = zh // sizes.heads
@@ -326,7 +328,7 @@ def store_dq(x, DQ, stride, z, h, m, Nq, scale, WG: gl.constexpr, DQ_LAYOUT: gl.
         col += WG * HALF
     else:
         row += WG * HALF
-    base = DQ + z.to(gl.int64) * stride[0] + h.to(gl.int64) * stride[1]
+    base = DQ + gl.multiple_of(z.to(gl.int64) * stride[0] + h.to(gl.int64) * stride[1], 8)
     ptrs = base + gl.multiple_of(row.to(gl.int64) * stride[2], 8)[:, None] + col[None, :]
     gl.store(ptrs, (x * scale).to(DQ.dtype.element_ty), mask=(row < Nq)[:, None] & (col < C.head_dim)[None, :])
 

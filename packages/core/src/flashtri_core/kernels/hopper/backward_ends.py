@@ -22,10 +22,17 @@ def block_of_program(heads, Nq, q_blocks, seqs, CU_Q, BLOCK_M: tl.constexpr):
         start = pid % q_blocks * BLOCK_M
         z, h, row0, rows = zh // heads, zh % heads, start, Nq
     else:
-        h, s, start = packed_tile(pid, q_blocks, seqs, CU_Q, BLOCK_M, False)
+        h, s, start = packed_tile(pid, q_blocks, heads, 1, seqs, CU_Q, BLOCK_M, False)
         first, rows, _used = span_of(CU_Q, None, s, Nq)
         z, row0 = s * 0, first + start
     return z, h, row0, start, rows
+
+
+@triton.jit
+def head_offset(z, h, stride):
+    """Elements before head h of batch z. TMA wants strides in multiples of 8; an axis of size 1 has 8 itself, which Triton,
+    that looks for multiples of 16, would not see: then it would move two bytes at a time."""
+    return tl.multiple_of(z.to(tl.int64) * stride[0] + h.to(tl.int64) * stride[1], 8)
 
 
 @triton.jit(do_not_specialize=["heads", "Nq", "q_blocks", "seqs"])
@@ -45,13 +52,11 @@ def attn_bwd_before_kernel(
     tile = seen[:, None] & (offs_d < HEAD_DIM_V)
     line = (row0 + offs_m).to(tl.int64)[:, None]
     o = tl.load(
-        O + z.to(tl.int64) * stride_o[0] + h.to(tl.int64) * stride_o[1]
-        + tl.multiple_of(line * stride_o[2], [1, 8]) + offs_d,
+        O + head_offset(z, h, stride_o) + tl.multiple_of(line * stride_o[2], [1, 8]) + offs_d,
         mask=tile, other=0.0,
     )  # fmt: skip
     do = tl.load(
-        DO + z.to(tl.int64) * stride_do[0] + h.to(tl.int64) * stride_do[1]
-        + tl.multiple_of(line * stride_do[2], [1, 8]) + offs_d,
+        DO + head_offset(z, h, stride_do) + tl.multiple_of(line * stride_do[2], [1, 8]) + offs_d,
         mask=tile, other=0.0,
     )  # fmt: skip
     if DQ_ACC is not None:
@@ -92,8 +97,5 @@ def attn_bwd_after_kernel(
     offs_m = tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)[None, :]
     line = (row0 + offs_m).to(tl.int64)[:, None]
-    ptrs = (
-        DQ + z.to(tl.int64) * stride_dq[0] + h.to(tl.int64) * stride_dq[1]
-        + tl.multiple_of(line * stride_dq[2], [1, 8]) + offs_d
-    )  # fmt: skip
+    ptrs = DQ + head_offset(z, h, stride_dq) + tl.multiple_of(line * stride_dq[2], [1, 8]) + offs_d
     tl.store(ptrs, dq.to(DQ.dtype.element_ty), mask=(start + offs_m < rows)[:, None] & (offs_d < HEAD_DIM))

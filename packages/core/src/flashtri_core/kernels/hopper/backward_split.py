@@ -80,7 +80,9 @@ def locate(sizes, CU_Q, CU_K, USED_K, C: gl.constexpr):
     """Which query rows this thread block owns, and their sequence."""
     pid = gl.program_id(0)
     if C.packed:
-        h, z, start_m = packed_tile(pid, sizes.blocks, sizes.batch_heads, CU_Q, C.block_m, True)
+        h, z, start_m = packed_tile(
+            pid, sizes.blocks, sizes.heads, sizes.head_group, sizes.batch_heads, CU_Q, C.block_m, True
+        )
     else:
         zh, start_m = dense_tile(pid, sizes.blocks, sizes.batch_heads, sizes.head_group, C.block_m, True)
         z = zh // sizes.heads

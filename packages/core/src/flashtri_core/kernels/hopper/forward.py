@@ -111,7 +111,9 @@ def locate(tile, sizes, CU_Q, CU_K, USED_K, C: gl.constexpr):
         z = zh // sizes.heads
         h = zh % sizes.heads
     else:
-        h, z, start_m = packed_tile(tile, sizes.blocks, sizes.batch_heads, CU_Q, C.block_m, True)
+        h, z, start_m = packed_tile(
+            tile, sizes.blocks, sizes.heads, sizes.head_group, sizes.batch_heads, CU_Q, C.block_m, True
+        )
     q_row0, Nq, _q = span_of(CU_Q, None, z, sizes.Nq)
     k_row0, _k, Nk = span_of(CU_K, USED_K, z, sizes.Nk)
     return z, h, start_m, q_row0, k_row0, Nq, Nk

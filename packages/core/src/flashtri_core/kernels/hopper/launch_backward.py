@@ -247,18 +247,18 @@ def plan(
     q_blocks, _second, stat_blocks = _tiling(problem, heads, problem.seqlen_q, problem.total_q, full.block_m)
     row_bytes = 4 * (problem.head_dim + problem.head_dim_v)
 
-    def together(batch_heads: int, rows: int) -> int:
-        if problem.mask_kind == "full":
+    def together(pairs: int, rows: int) -> int:
+        if problem.mask_kind == "full" and not problem.varlen:
             return 1
-        return max(1, min(batch_heads, (l2_bytes or l2_bytes_of(problem)) // max(1, rows * row_bytes)))
+        return max(1, min(pairs, (l2_bytes or l2_bytes_of(problem)) // max(1, rows * row_bytes)))
 
     blocks, second, grid = _tiling(problem, keys, problem.seqlen_k, problem.total_k, full.block_n)
     if full.whole_head:
         grid = second
-    side = together(second, group * problem.seqlen_q)
+    side = together(keys if problem.varlen else second, group * problem.seqlen_q)
     sizes = (keys, group, problem.seqlen_q, problem.seqlen_k, blocks, second, side, q_blocks)
     blocks, second, dq_grid = _tiling(problem, heads, problem.seqlen_q, problem.total_q, dq_config.block_m)
-    side = together(second, problem.seqlen_k)
+    side = together(heads if problem.varlen else second, problem.seqlen_k)
     dq_sizes = (heads, group, problem.seqlen_q, problem.seqlen_k, blocks, second, side, q_blocks)
     return Plan(
         full, Constants(full), dq_config, Constants(dq_config), q_blocks, stat_blocks, grid, sizes, dq_grid, dq_sizes

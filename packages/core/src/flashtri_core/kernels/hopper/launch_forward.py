@@ -183,8 +183,10 @@ def plan(problem: Problem, config: ForwardConfig | None, multiprocessors: int) -
         blocks, batch_heads = -(-problem.seqlen_q // full.block_m), problem.batch * heads
         num_tiles = blocks * batch_heads
     per_head = 2 * problem.seqlen_k * (problem.head_dim + problem.head_dim_v) // group
-    groups = -(-batch_heads // max(1, full.l2_bytes // max(per_head, 1)))
-    together = 1 if problem.mask_kind == "full" else -(-batch_heads // groups)  # equal groups: a small last one is a tail
+    pairs = heads if problem.varlen else batch_heads
+    groups = -(-pairs // max(1, full.l2_bytes // max(per_head, 1)))
+    unequal = problem.varlen or problem.mask_kind != "full"
+    together = -(-pairs // groups) if unequal else 1  # equal groups: a small last one is a tail
     sizes = (heads, group, problem.seqlen_q, problem.seqlen_k, blocks, batch_heads, together, num_tiles)
     grid = num_tiles if full.order == "single" else min(num_tiles, full.resident * multiprocessors)
     threads = 128 * (full.warpgroups + 1)
