@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -220,6 +221,7 @@ class Plan:
     sizes: tuple[int, ...]  # key heads, group, Nq, Nk, blocks, batch_heads, head_group, q_blocks
     dq_grid: int
     dq_sizes: tuple[int, ...]
+    workspace: tuple[int, ...]  # floats of LSE * log2(e), delta and the dQ accumulator, each a multiple of 256 bytes
 
 
 def _tiling(problem: Problem, heads: int, rows: int, total: int, block: int) -> tuple[int, int, int]:
@@ -260,9 +262,12 @@ def plan(
     blocks, second, dq_grid = _tiling(problem, heads, problem.seqlen_q, problem.total_q, dq_config.block_m)
     side = together(heads if problem.varlen else second, problem.seqlen_k)
     dq_sizes = (heads, group, problem.seqlen_q, problem.seqlen_k, blocks, second, side, q_blocks)
+    stat = stat_blocks * full.block_m
+    workspace = stat, stat, stat * full.d if full.dq else 0
     return Plan(
-        full, Constants(full), dq_config, Constants(dq_config), q_blocks, stat_blocks, grid, sizes, dq_grid, dq_sizes
-    )
+        full, Constants(full), dq_config, Constants(dq_config), q_blocks, stat_blocks, grid, sizes, dq_grid, dq_sizes,
+        workspace,
+    )  # fmt: skip
 
 
 # --------------------------------------------------------------------------------------------------------- arguments
@@ -412,32 +417,37 @@ class Backward:
             if width(self.problem) <= 128 and (dq is None or dk is None):
                 config = config or split_tiles(self.problem)
             self.plan = plan(self.problem, self.deterministic, config, self.l2_bytes, multiprocessors)
-        p = self.plan
-        if p.config.d > 128:
+            self.offsets = [4 * n for n in accumulate(self.plan.workspace, initial=0)]  # in bytes; the last is the end
+        if self.plan.config.d > 128:
             dk, dv = (torch.empty_like(x) if y is None else y for x, y in ((k, dk), (v, dv)))
         if self.copy_do:
             do = do.clone(memory_format=torch.contiguous_format)  # contiguous() keeps a dense tensor at a bad address
-        rows = p.stat_blocks * p.config.block_m
-        stats = lse.new_empty(rows), lse.new_empty(rows)
-        acc = lse.new_empty(rows * p.config.d) if p.config.dq else None
         delta_rows = torch.empty_like(lse) if dsink is not None else None
-        tensors = (do, dlse, q, k, v, out, lse, *extras, dq, dk, dv, *stats, acc, delta_rows)
+        tensors = (do, dlse, q, k, v, out, lse, *extras, dq, dk, dv, delta_rows)
+        workspace = lse.new_empty(self.offsets[-1] >> 2)  # one allocation, and addresses instead of views of it
         if first:
             # Told apart even where one comes twice, as in flash_attn(x, x, x).
-            tensors = tuple(None if x is None else x.detach() for x in tensors)
+            tensors = (*(None if x is None else x.detach() for x in tensors), *self._parts(workspace))
             for kernel, grid, arguments in self._jobs(tensors):
                 compiled = kernel[(grid,)](*for_triton(arguments), num_warps=4)
                 self.launches.append((Launch(compiled, arguments, tensors), grid))
         else:
+            start = workspace.data_ptr()
             where = [0 if x is None else x.data_ptr() for x in tensors]
+            where += [start + offset for offset in self.offsets]
             for number, (launch, grid) in enumerate(self.launches):
                 if not launch.launch(grid, device.index, where):  # Triton's own path serves
-                    launch.compiled[(grid, 1, 1)](*for_triton(self._jobs(tensors)[number][2]))
+                    own = (*tensors, *self._parts(workspace))
+                    launch.compiled[(grid, 1, 1)](*for_triton(self._jobs(own)[number][2]))
         if dsink is not None and delta_rows is not None and extras.learnable_sink is not None:
             dsink.copy_(sink.gradient(extras.learnable_sink, lse, delta_rows, lse.dim() - 2))
 
+    def _parts(self, workspace: Tensor) -> list[Tensor | None]:
+        """The workspace's tensors, None for those of no elements."""
+        return [x if x.numel() else None for x in workspace.split(self.plan.workspace)]
+
     def _jobs(self, tensors: tuple[Tensor | None, ...]) -> list[tuple[Any, int, tuple[Any, ...]]]:
-        do, dlse, q, k, v, out, lse, *extras, dq, dk, dv, stat0, stat1, acc, delta_rows = tensors
+        do, dlse, q, k, v, out, lse, *extras, dq, dk, dv, delta_rows, stat0, stat1, acc = tensors
         return jobs(
             self.plan, self.problem, do, dlse, q, k, v, out, lse, Extras(*extras), dq, dk, dv, (stat0, stat1), acc,
             delta_rows,
