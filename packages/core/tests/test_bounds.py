@@ -26,7 +26,7 @@ TL = types.SimpleNamespace(minimum=min, maximum=max, load=load)
 
 
 def plain(fn):
-    """A jit function, and those it calls, as ordinary Python functions over ints, with Triton's few scalar operations replaced."""
+    """A jit function, and those it calls, as ordinary Python over ints, with Triton's few scalar operations replaced."""
     fn = getattr(fn, "fn", fn)
     callees = {name: fn.__globals__[name] for name in fn.__code__.co_names if name in fn.__globals__ and name != "tl"}
     return types.FunctionType(fn.__code__, {"tl": TL} | {name: plain(callee) for name, callee in callees.items()})

@@ -342,7 +342,12 @@ FAULTS = {
     "one key too many": ("forward.scores", "j < Nk", "j <= Nk", "lse"),
     "the wrong key head": ("forward.producer", "hk = h // sizes.group", "hk = h % 2", "out"),
     "a tile left out": ("forward.next_tile", "gl.atomic_add(COUNTER, 1)", "gl.atomic_add(COUNTER, 2)", "out"),
-    "a row too many": ("forward.finish_tile", "* LN2, mask=row < Nq", "* LN2, mask=row <= Nq", "outside a tensor|lse"),
+    "a row too many": (
+        "forward.finish_tile",
+        "gl.log2(l_safe)) * LN2, mask=row < Nq",
+        "gl.log2(l_safe)) * LN2, mask=row <= Nq",
+        "outside a tensor|lse",
+    ),
     "counts past the ring": ("forward.pass_turn", "(WG + 1) % C.warpgroups", "WG", "twice before it opens|deadlock"),
     "no wait for Q": ("backward.step", "mbarrier.wait(bars.q_full.index(q_stage), q_phase)", "pass", "TMA load fills"),
     "dS read too early": (

@@ -22,7 +22,7 @@ def masked_scores(
 
     EDGE: the tile needs the positional mask. RAGGED: it may reach past Nk, where a bias has no entries to read.
     """
-    s = variant.alibi(s, z, h, i, j, Nq, Nk, args.alibi)
+    s = variant.alibi(s, variant.slope(z, h, args.alibi), i, j, Nq, Nk)
     s = variant.bias(s, z, h, i, j, Nq, Nk, args.bias, RAGGED)
     if EDGE:
         s = tl.where(variant.keep(i, j, Nq, Nk, args.mask) & (j < Nk), s, float("-inf"))

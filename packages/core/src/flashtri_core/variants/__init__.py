@@ -6,12 +6,13 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from . import alibi, attn_bias, attn_mask, causal, dropout, full, plain, sink, softcap, window
-from .contract import Variant, VariantArgs, no_bias, no_drop, no_term
+from .contract import Variant, VariantArgs, no_alibi, no_bias, no_drop, no_slope
 
 if TYPE_CHECKING:
     from ..problem import Extras, Problem
 
 LOG2E = 1.4426950408889634
+SMALLEST_UNIT = 1e-20
 
 MASKS: dict[str, ModuleType] = {"full": full, "causal": causal, "window": window}
 
@@ -32,12 +33,13 @@ def assemble(problem: Problem, extras: Extras) -> tuple[Variant, VariantArgs, fl
     """Hooks, their arguments, and unit_log2 for one call.
 
     A bias is in natural units, so behind one the score has unit 1. Without one the unit is the factor that the score
-    ends with (softmax_scale or softcap) and costs nothing. A scale that is not positive cannot be pulled out of a
-    maximum and stays in the score.
+    ends with (softmax_scale or softcap) and costs nothing; ALiBi's slope is divided by it, once per tile. A scale that is
+    not positive cannot be pulled out of a maximum and stays in the score, and so does a unit by which a slope divided
+    might overflow.
     """
     mask = MASKS[problem.mask_kind]
     scale, cap = problem.softmax_scale, problem.softcap
-    natural = problem.alibi or problem.bias
+    natural = problem.bias or (problem.alibi and (cap or scale) < SMALLEST_UNIT)
     score: tuple[Any, ...]
     if cap > 0 and natural:
         hooks, score, unit = (softcap.score_natural, softcap.score_grad_natural), (scale / cap, cap, 1.0 / cap), 1.0
@@ -50,14 +52,16 @@ def assemble(problem: Problem, extras: Extras) -> tuple[Variant, VariantArgs, fl
     slopes, bias = extras.alibi_slopes, extras.attn_bias
     alibi_args: tuple[Any, ...] = ()
     if slopes is not None:
-        alibi_args = (slopes, slopes.stride(0) if slopes.dim() == 2 else 0, slopes.stride(-1))
+        alibi_args = (slopes, slopes.stride(0) if slopes.dim() == 2 else 0, slopes.stride(-1), 1.0 / unit)
+    behind = problem.mask_kind == "causal" or (problem.mask_kind == "window" and problem.window[1] == 0)
     variant = Variant(
         keep=mask.keep,
         kv_range=mask.kv_range,
         q_range=mask.q_range,
         score=hooks[0],
         score_grad=hooks[1],
-        alibi=alibi.add if slopes is not None else no_term,
+        slope=alibi.slope if slopes is not None else no_slope,
+        alibi=no_alibi if slopes is None else alibi.add_behind if behind else alibi.add,
         bias=attn_bias.add if bias is not None else no_bias,
         drop=dropout.drop if problem.dropout_p > 0 else no_drop,
     )
@@ -73,4 +77,4 @@ def assemble(problem: Problem, extras: Extras) -> tuple[Variant, VariantArgs, fl
     return variant, args, unit * LOG2E
 
 
-__all__ = ["FEATURES", "MASKS", "Variant", "VariantArgs", "assemble", "no_bias", "no_drop", "no_term"]
+__all__ = ["FEATURES", "MASKS", "Variant", "VariantArgs", "assemble", "no_alibi", "no_bias", "no_drop"]

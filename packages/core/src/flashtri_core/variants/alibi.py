@@ -13,11 +13,21 @@ from .._jit import jit, tl
 
 
 @jit
-def add(s, z, h, i, j, Nq, Nk, args):
-    """args = (slopes, stride of the batch, stride of the head); ``s`` in natural units."""
-    slope = tl.load(args[0] + z * args[1] + h * args[2])
-    distance = i + (Nk - Nq) - j
-    return s - slope * tl.abs(distance).to(tl.float32)
+def slope(z, h, args):
+    """args = (slopes, stride of the batch, stride of the head, scores per natural unit); the slope in the scores' unit."""
+    return tl.load(args[0] + z * args[1] + h * args[2]) * args[3]
+
+
+@jit
+def add(s, slope, i, j, Nq, Nk):
+    """The penalty, ``slope`` being what :func:`slope` returned."""
+    return s - slope * tl.abs(i + (Nk - Nq) - j).to(tl.float32)
+
+
+@jit
+def add_behind(s, slope, i, j, Nq, Nk):
+    """The same where no key right of the diagonal is seen: an operation less."""
+    return s - slope * (i + (Nk - Nq) - j).to(tl.float32)
 
 
 def add_eager(s: Tensor, slopes: Tensor, i: Tensor, j: Tensor, nq: int | Tensor, nk: int | Tensor) -> Tensor:

@@ -15,9 +15,10 @@ Index tiles: ``i`` query rows [BLOCK_M, 1] and ``j`` keys [1, BLOCK_N], int32, c
 ``q_range``     the same four bounds in query rows, for keys [n0, n1)
 ``score``       ``(qk, args) -> s`` in multiples of a positive unit, which the host folds into ``unit_log2``
 ``score_grad``  ``(ds, s, args) -> dqk`` up to the factor softmax_scale, ``s`` being what ``score`` returned
-``alibi``       ``(s, z, h, i, j, Nq, Nk, args) -> s`` plus an additive term without gradient of its own
-``bias``        the same, for the user's additive bias (its gradient has its own kernel); one more argument, EDGE, says
-                whether the tile may reach past Nk
+``slope``       ``(z, h, args) -> slope``, a scalar, which kernels may read once per tile for
+``alibi``       ``(s, slope, i, j, Nq, Nk) -> s`` plus an additive term without gradient of its own
+``bias``        ``(s, z, h, i, j, Nq, Nk, args, EDGE) -> s`` plus the user's additive bias (its gradient has its own
+                kernel); EDGE says whether the tile may reach past Nk
 ``drop``        ``(p, z, h, start_m, start_n, args) -> p`` [BLOCK_M, BLOCK_N]: dropped entries 0, kept ones divided by the
                 keep probability
 =============  ==================================================================================================
@@ -38,6 +39,7 @@ class Variant(NamedTuple):
     q_range: Any
     score: Any
     score_grad: Any
+    slope: Any
     alibi: Any
     bias: Any
     drop: Any
@@ -54,8 +56,14 @@ class VariantArgs(NamedTuple):
 
 
 @jit
-def no_term(s, z, h, i, j, Nq, Nk, args):
-    """Additive axes when unused: the score itself."""
+def no_slope(z, h, args):
+    """The slope where there is no ALiBi."""
+    return 0
+
+
+@jit
+def no_alibi(s, slope, i, j, Nq, Nk):
+    """ALiBi's axis when unused: the score itself."""
     return s
 
 

@@ -30,8 +30,11 @@ def block_of_program(heads, Nq, q_blocks, seqs, CU_Q, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def head_offset(z, h, stride):
-    """Elements before head h of batch z. TMA wants strides in multiples of 8; an axis of size 1 has 8 itself, which Triton,
-    that looks for multiples of 16, would not see: then it would move two bytes at a time."""
+    """Elements before head h of batch z, a multiple of 8 as TMA wants it.
+
+    Triton looks for multiples of 16 by itself, and would move two bytes at a time for the strides that are none: heads of
+    72 columns, and the 8 that stands for the stride of an axis of size 1.
+    """
     return tl.multiple_of(z.to(tl.int64) * stride[0] + h.to(tl.int64) * stride[1], 8)
 
 

@@ -150,7 +150,8 @@ def ds_of(
     i = row[:, None]
     j = (block * C.block_n + gl.arange(0, C.block_n, layout=gl.SliceLayout(0, S_LAYOUT)))[None, :]
     raw = variant.score(s, args.score)
-    p = gl.exp2(variant.alibi(raw, z, h, i, j, Nq, Nk, args.alibi) * unit_log2 - lse_log2[:, None])
+    slope = variant.slope(z, h, args.alibi)
+    p = gl.exp2(variant.alibi(raw, slope, i, j, Nq, Nk) * unit_log2 - lse_log2[:, None])
     keep = j < Nk
     if MASK:
         keep = keep & variant.keep(i, j, Nq, Nk, args.mask)

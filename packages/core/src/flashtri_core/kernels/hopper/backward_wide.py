@@ -162,7 +162,8 @@ def step(
     i = (m * HALF + cols)[None, :]
     j = (t.start_n + gl.arange(0, HALF, layout=gl.SliceLayout(1, S_LAYOUT)))[:, None]
     raw = variant.score(s, args.score)
-    p = gl.exp2(variant.alibi(raw, t.z, h, i, j, t.Nq, t.Nk, args.alibi) * unit_log2 - lse_log2[None, :])
+    slope = variant.slope(t.z, h, args.alibi)
+    p = gl.exp2(variant.alibi(raw, slope, i, j, t.Nq, t.Nk) * unit_log2 - lse_log2[None, :])
     if MASK:
         keep = variant.keep(i, j, t.Nq, t.Nk, args.mask)
         if C.ragged_keys:

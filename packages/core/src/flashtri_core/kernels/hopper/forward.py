@@ -245,12 +245,12 @@ def wait_pv(acc, C: gl.constexpr):
 
 # ------------------------------------------------------------------------------------------------------ softmax step
 @gluon.jit
-def scores(s, row, start_n, z, h, Nq, Nk, variant, args, MASK: gl.constexpr, S_LAYOUT: gl.constexpr, C: gl.constexpr):
+def scores(s, row, start_n, slope, Nq, Nk, variant, args, MASK: gl.constexpr, S_LAYOUT: gl.constexpr, C: gl.constexpr):
     """Score function, bias and mask of one tile: s [64, BLOCK_N], -inf where the key is hidden."""
     i = row[:, None]
     j = (start_n + gl.arange(0, C.block_n, layout=gl.SliceLayout(0, S_LAYOUT)))[None, :]
     s = variant.score(s, args.score)
-    s = variant.alibi(s, z, h, i, j, Nq, Nk, args.alibi)
+    s = variant.alibi(s, slope, i, j, Nq, Nk)
     if MASK:
         keep = variant.keep(i, j, Nq, Nk, args.mask)
         if C.past_end:
@@ -260,24 +260,31 @@ def scores(s, row, start_n, z, h, Nq, Nk, variant, args, MASK: gl.constexpr, S_L
 
 
 @gluon.jit
-def probabilities(s, m_i, unit_log2, FIRST: gl.constexpr):
+def power_of_two_from(x):
+    """The smallest normal power of two that is at least x; x a positive fp32 scalar."""
+    return ((x.to(gl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def probabilities(s, m_log2, unit_log2, FIRST: gl.constexpr):
     """p = exp(s - m) [M, BLOCK_N], the factor alpha [M] for what was accumulated before, and the new maximum m [M].
 
-    As in :func:`..softmax.online_softmax_step`, whose words on rounding hold here. The unit of a row with huge scores is
+    As in :func:`..softmax.online_softmax_step`, whose words on rounding hold here; but the maximum is carried in base 2,
+    rounded, and starts at LOWEST: then it is the pivot, and no difference is NaN. The unit of a row with huge scores is
     looked after in a tile's first block only: its two operations a row would cost 2 to 4 % in every block.
     """
-    m_new = gl.maximum(m_i, gl.max(s, 1))
+    top = gl.max(s, 1)
     if FIRST:
-        power = ((unit_log2.to(gl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(gl.float32, bitcast=True)
-        unit = gl.where(gl.abs(m_new) * unit_log2 > LARGE_LOG2, power, unit_log2)
-        pivot_log2 = gl.maximum(m_new * unit, LOWEST)
-        alpha = gl.exp2(gl.maximum(m_i * unit, LOWEST) - pivot_log2)
-        p = gl.exp2(s * unit[:, None] - pivot_log2[:, None])
+        power = power_of_two_from(unit_log2)
+        large = gl.abs(gl.maximum(m_log2, top * unit_log2)) > LARGE_LOG2  # [M]
+        unit = gl.where(large, power, unit_log2)
+        m_log2 = gl.maximum(gl.where(large, m_log2 * (power / unit_log2), m_log2), LOWEST)  # a sink's, in the row's unit
+        m_new = gl.maximum(m_log2, top * unit)
+        p = gl.exp2(s * unit[:, None] - m_new[:, None])
     else:
-        pivot_log2 = gl.maximum(m_new * unit_log2, LOWEST)
-        alpha = gl.exp2(gl.maximum(m_i * unit_log2, LOWEST) - pivot_log2)
-        p = gl.exp2(s * unit_log2 - pivot_log2[:, None])
-    return p, alpha, m_new
+        m_new = gl.maximum(m_log2, top * unit_log2)
+        p = gl.exp2(s * unit_log2 - m_new[:, None])
+    return p, gl.exp2(m_log2 - m_new), m_new
 
 
 @gluon.jit
@@ -342,12 +349,12 @@ def clear_foreign_keys(count, start_n, Nk, tiles, bars, WG: gl.constexpr, C: gl.
 
 @gluon.jit
 def step(
-    acc, p16, m_i, l_i, where, block, count, turn, unit_log2, variant, args, tiles, bars,
+    acc, p16, m_log2, l_i, where, block, count, turn, unit_log2, variant, args, tiles, bars,
     WG: gl.constexpr, MASK: gl.constexpr, S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """One key block: its scores and softmax, under the previous block's product with V."""
-    row0, z, h, Nq, Nk = where
-    row = row0 + gl.arange(0, m_i.shape[0], layout=m_i.type.layout)
+    row0, slope, h, Nq, Nk = where
+    row = row0 + gl.arange(0, m_log2.shape[0], layout=m_log2.type.layout)
     q_stage = (turn % C.q_stages) * C.warpgroups + WG
     k_stage, k_phase = stage_of(count, C)
     v_stage, _phase = stage_of(count - 1, C)
@@ -359,8 +366,8 @@ def step(
     pass_turn(WG, C)
     s = wait_qk(s, C)
     release(bars.k_empty, RELEASE_K, k_stage, C)
-    s = scores(s, row, block * C.block_n, z, h, Nq, Nk, variant, args, MASK, S_LAYOUT, C)
-    p, alpha, m_i = probabilities(s, m_i, unit_log2, False)
+    s = scores(s, row, block * C.block_n, slope, Nq, Nk, variant, args, MASK, S_LAYOUT, C)
+    p, alpha, m_log2 = probabilities(s, m_log2, unit_log2, False)
     parts = row_parts(p, C)
     l_i = scale_rows(l_i, alpha) + parts
     # The next step needs this V anyway. Waiting here, a branch, keeps ptxas from moving exp2 below the wait for O.
@@ -368,18 +375,19 @@ def step(
     acc = wait_pv(acc, C)
     release(bars.v_empty, RELEASE_V, v_stage, C)
     p16 = gl.convert_layout(p.to(p16.dtype), P_LAYOUT)  # after the wait: before it, Triton 3.8's ptxas serialises wgmma
-    return rescale(acc, alpha, C), p16, m_i, l_i
+    return rescale(acc, alpha, C), p16, m_log2, l_i
 
 
 # ---------------------------------------------------------------------------------------------------------- epilogue
 @gluon.jit
 def finish_tile(
-    acc, m_i, l_i, turn, blocks, O, stride_o, LSE, ROW_MAX, stride_lse, unit_log2, sizes, tiles, bars,
+    acc, m_log2, l_i, turn, blocks, O, stride_o, LSE, ROW_MAX, stride_lse, unit_log2, sizes, tiles, bars,
     WG: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Divide by the row sums, store LSE, and put O where Q was: no one reads this warpgroup's Q any more.
 
-    A row whose maximum is past LARGE_LOG2 was exact in the first block alone: with more blocks it becomes NaN.
+    A row whose maximum is past LARGE_LOG2 was exact in the first block alone, and in another unit: with more blocks it
+    becomes NaN. A row that saw no key has l = 0; it gives O = 0 and LSE = -inf.
 
     Of a dense tensor the scheduler sends O on by TMA, which drops rows past the end. In a packed tensor the rows past the
     end belong to the next sequence, so this warpgroup stores its own under a mask.
@@ -389,18 +397,19 @@ def finish_tile(
     start_m, z, h, q_row0, _k_row0, Nq, _Nk = read_tile(turn, sizes, tiles, 4, C)
     q_stage = (turn % C.q_stages) * C.warpgroups + WG
     row0 = start_m + WG * M
-    row = row0 + gl.arange(0, M, layout=m_i.type.layout)
-    l_row = gl.convert_layout(gl.sum(l_i, 1), m_i.type.layout)
-    limit = gl.where(blocks > 1, LARGE_LOG2, float("inf"))
-    l_safe = gl.where(gl.abs(m_i) * unit_log2 > limit, float("nan"), l_row)
-    l_safe = gl.where(m_i == float("-inf"), 1.0, l_safe)
+    row = row0 + gl.arange(0, M, layout=m_log2.type.layout)
+    l_row = gl.convert_layout(gl.sum(l_i, 1), m_log2.type.layout)
+    large = gl.abs(m_log2) > LARGE_LOG2
+    l_safe = gl.where(large & (blocks > 1), float("nan"), l_row)
+    l_safe = gl.where(l_row == 0.0, 1.0, l_safe)
+    m = gl.where(large, m_log2 * (unit_log2 / power_of_two_from(unit_log2)), m_log2)
+    m = gl.where(l_row == 0.0, float("-inf"), gl.where(l_row == l_row, m, float("nan")))
     at = h.to(gl.int64) * stride_lse[1] + q_row0 + row
     if not C.packed:
         at += z.to(gl.int64) * stride_lse[0]
-    # written as one operation: else whether the compiler makes it one differs from kernel to kernel, and so would LSE
-    gl.store(LSE + at, gl.fma(m_i, unit_log2, gl.log2(l_safe)) * LN2, mask=row < Nq)
+    gl.store(LSE + at, (m + gl.log2(l_safe)) * LN2, mask=row < Nq)
     if ROW_MAX is not None:
-        gl.store(ROW_MAX + at, m_i * (unit_log2 * LN2), mask=row < Nq)
+        gl.store(ROW_MAX + at, m * LN2, mask=row < Nq)
     acc = rescale(acc, 1.0 / l_safe, C)
     main = tiles.q[0].index(q_stage).reshape([M, C.dv])
     main.store(acc[0].to(dtype))
@@ -575,7 +584,7 @@ def first_block(
     WG: gl.constexpr, S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Scores and softmax of a tile's rightmost key block, and the running maximum and sum that they start."""
-    row0, z, h, Nq, Nk = where
+    row0, slope, h, Nq, Nk = where
     M: gl.constexpr = C.block_m // C.warpgroups
     dtype: gl.constexpr = tiles.q[0].dtype
     ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
@@ -589,19 +598,19 @@ def first_block(
     pass_turn(WG, C)
     s = warpgroup_mma_wait(0, deps=(s,))
     release(bars.k_empty, RELEASE_K, k_stage, C)
-    m_i = gl.full([M], float("-inf"), gl.float32, layout=ROWS)
+    m_log2 = gl.full([M], LOWEST, gl.float32, layout=ROWS)
     if SINK is not None:
-        sink = gl.load(SINK + h).to(gl.float32)
-        m_i = gl.full([M], 0.0, gl.float32, layout=ROWS) + sink * (LOG2E / unit_log2)
-    s = scores(s, row, block * C.block_n, z, h, Nq, Nk, variant, args, C.mask_last, S_LAYOUT, C)
-    p, alpha, m_i = probabilities(s, m_i, unit_log2, True)
+        sink_log2 = gl.load(SINK + h).to(gl.float32) * LOG2E
+        m_log2 = gl.maximum(m_log2, sink_log2)
+    s = scores(s, row, block * C.block_n, slope, Nq, Nk, variant, args, C.mask_last, S_LAYOUT, C)
+    p, alpha, m_log2 = probabilities(s, m_log2, unit_log2, True)
     l_i = row_parts(p, C)
-    if SINK is not None:  # l = 1, shared by four threads; a maximum would lose the sink if it were NaN
-        share = gl.where(sink == sink, 0.25, float("nan"))
+    if SINK is not None:  # l = 1, shared by four threads; 0 for a sink of -inf, and NaN for NaN, which a maximum loses
+        share = 0.25 * gl.exp2(sink_log2 - gl.maximum(sink_log2, LOWEST))
         l_i += scale_rows(gl.full([M, 4], 0.0, gl.float32, l_i.type.layout) + share, alpha)
     p16 = gl.convert_layout(p.to(dtype), P_LAYOUT)
     mbarrier.wait(bars.v_full.index(k_stage), k_phase)
-    return p16, m_i, l_i
+    return p16, m_log2, l_i
 
 
 @gluon.jit
@@ -631,7 +640,7 @@ def consumer(
     count = 0  # key blocks begun
     start_m, z, h, _q_row0, _k_row0, Nq, Nk = await_tile(turn, sizes, tiles, bars, 4, C)
     while start_m >= 0:
-        where = (start_m + WG * M, z, h, Nq, Nk)
+        where = (start_m + WG * M, variant.slope(z, h, args.alibi), h, Nq, Nk)
         first, free_lo, free_hi, last = key_blocks(start_m, C.block_m, Nq, Nk, variant, args, C)
         if C.packed or C.used:
             clear_foreign_keys(count, (last - 1) * C.block_n, Nk, tiles, bars, WG, C)
@@ -642,28 +651,28 @@ def consumer(
                 skip_block(count, bars, WG, C)
                 count += 1
             last = needed
-        p16, m_i, l_i = first_block(
+        p16, m_log2, l_i = first_block(
             where, last - 1, count, turn, SINK, unit_log2, variant, args, tiles, bars, WG, S_LAYOUT, P_LAYOUT, C
         )
         acc = zero_output(M, O_LAYOUT, C)
         # the other key blocks: an edge, the free middle, the other edge
         if C.right_edge:
             for block in range(last - 2, gl.maximum(free_hi, first) - 1, -1):
-                acc, p16, m_i, l_i = step(acc, p16, m_i, l_i, where, block, count + (last - 1 - block), turn, unit_log2,
+                acc, p16, m_log2, l_i = step(acc, p16, m_log2, l_i, where, block, count + (last - 1 - block), turn, unit_log2,
                                           variant, args, tiles, bars, WG, True, S_LAYOUT, P_LAYOUT, C)  # fmt: skip
         for block in range(gl.minimum(last - 1, free_hi) - 1, gl.maximum(free_lo, first) - 1, -1):
-            acc, p16, m_i, l_i = step(acc, p16, m_i, l_i, where, block, count + (last - 1 - block), turn, unit_log2,
+            acc, p16, m_log2, l_i = step(acc, p16, m_log2, l_i, where, block, count + (last - 1 - block), turn, unit_log2,
                                       variant, args, tiles, bars, WG, False, S_LAYOUT, P_LAYOUT, C)  # fmt: skip
         if C.left_edge:
             for block in range(gl.minimum(last - 1, free_lo) - 1, first - 1, -1):
-                acc, p16, m_i, l_i = step(acc, p16, m_i, l_i, where, block, count + (last - 1 - block), turn, unit_log2,
+                acc, p16, m_log2, l_i = step(acc, p16, m_log2, l_i, where, block, count + (last - 1 - block), turn, unit_log2,
                                           variant, args, tiles, bars, WG, True, S_LAYOUT, P_LAYOUT, C)  # fmt: skip
         count += last - first
         v_stage, _phase = stage_of(count - 1, C)
         acc = wait_pv(dot_pv(p16, tiles, v_stage, acc, C), C)
         release(bars.v_empty, RELEASE_V, v_stage, C)
         finish_tile(
-            acc, m_i, l_i, turn, last - first, O, stride_o, LSE, ROW_MAX, stride_lse, unit_log2, sizes, tiles, bars, WG, C
+            acc, m_log2, l_i, turn, last - first, O, stride_o, LSE, ROW_MAX, stride_lse, unit_log2, sizes, tiles, bars, WG, C
         )
         turn += 1
         start_m, z, h, _q_row0, _k_row0, Nq, Nk = await_tile(turn, sizes, tiles, bars, 4, C)
