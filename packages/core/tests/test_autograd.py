@@ -247,12 +247,12 @@ def test_deterministic_default(default, monkeypatch):
     """deterministic=None follows torch.are_deterministic_algorithms_enabled(); an explicit choice does not."""
     seen = []
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: default)
-    names = [a.name for a in torch.ops.flashtri.fwd.default._schema.arguments]
     real = ops.attention
 
-    def spy(*arguments):
-        seen.append(arguments[names.index("deterministic")])
-        return real(*arguments)
+    def spy(q, k, v, extras, options, return_max):
+        *_, deterministic, _impl = options
+        seen.append(deterministic)
+        return real(q, k, v, extras, options, return_max)
 
     monkeypatch.setattr(ops, "attention", spy)
     q = torch.randn(1, 1, 3, 8)

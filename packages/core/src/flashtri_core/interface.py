@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 
 from . import dispatch, ops
 from .dispatch import IMPLS, Support
-from .problem import Extras, describe
+from .problem import NO_EXTRAS, Extras, describe
 from .variants import alibi, attn_bias, dropout, sink, softcap, window
 
 MAX_HEAD_DIM = 256
@@ -87,13 +87,14 @@ def flash_attn(
     """
     q, k, v = _cast(q, k, v)
     _check_tensors(q, k, v, 4)
-    _check_bools(FLAGS, (return_lse, return_max_logits, validate))
-    batch, heads_q, nq = q.shape[0], q.shape[1], q.shape[2]
+    _check_bools(FLAGS, return_lse, return_max_logits, validate)
+    batch, heads_q, nq, _ = q.shape
+    nk = k.shape[2]
     extras, numbers, p = _check_features(
-        q, k, (batch, heads_q, nq, k.shape[2]), causal, softmax_scale, window_size, softcap, alibi_slopes,
+        q, k, (batch, heads_q, nq, nk), causal, softmax_scale, window_size, softcap, alibi_slopes,
         learnable_sink, attn_bias, attn_mask, dropout_p, seqused_k, deterministic, impl, validate,
     )  # fmt: skip
-    return _call(q, k, v, extras, nq, k.shape[2], numbers, p, deterministic, impl, return_lse, return_max_logits)
+    return _call(q, k, v, extras, nq, nk, numbers, p, deterministic, impl, return_lse, return_max_logits)
 
 
 def flash_attn_varlen(
@@ -158,7 +159,7 @@ def flash_attn_varlen(
     _check_tensors(q, k, v, 3)
     if v.shape[0] != k.shape[0]:
         raise ValueError(f"v must have k's rows {k.shape[0]}, got {v.shape[0]}")
-    _check_bools(FLAGS, (return_lse, return_max_logits, validate))
+    _check_bools(FLAGS, return_lse, return_max_logits, validate)
     max_q, max_k = _check_max("max_seqlen_q", max_seqlen_q), _check_max("max_seqlen_k", max_seqlen_k)
     cu_q, starts_q = _check_cu("cu_seqlens_q", cu_seqlens_q, q, validate)
     cu_k, starts_k = _check_cu("cu_seqlens_k", cu_seqlens_k, q, validate)
@@ -205,7 +206,7 @@ def supports(q: Tensor, k: Tensor, v: Tensor, *, impl: str = "auto", **features:
         options.update(features)
         q, k, v = _cast(q, k, v)
         _check_tensors(q, k, v, 4)
-        _check_bools(FLAGS, flags)
+        _check_bools(FLAGS, *flags)
         shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
         extras, numbers, p = _check_features(q, k, shape, *options.values(), impl, flags[2])  # type: ignore[call-arg]
         problem = describe(q, k, v, extras, q.shape[2], k.shape[2], *numbers, p)
@@ -254,17 +255,18 @@ def draw_rng(device: torch.device | str = "cpu") -> Tensor:
     return dropout.draw(place)
 
 
-def _cast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _cast(q: Any, k: Any, v: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Autocast as SDPA: float tensors other than float64 become the autocast dtype."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+        name, x = next((name, x) for name, x in zip("qkv", (q, k, v), strict=True) if not isinstance(x, Tensor))
+        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
     if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
         _refuse_transforms(q=q, k=k, v=v)
-    kind = q.device.type
-    if kind in ("cuda", "cpu") and torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
-        q, k, v = (x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
+    if torch._C._is_any_autocast_enabled():
+        kind = q.device.type
+        if kind in ("cuda", "cpu") and torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+            q, k, v = (x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
     return q, k, v
 
 
@@ -288,39 +290,47 @@ def _refuse_transforms(**tensors: Tensor | None) -> None:
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, dim: int) -> None:
-    dtype, device = q.dtype, q.device
-    if q.is_nested or k.is_nested or v.is_nested:  # which have no shape to look at
-        for name, x in zip("qkv", (q, k, v), strict=True):
-            _check_layout(name, x)
-    shapes = q.shape, k.shape, v.shape
-    for name, x, shape in zip("qkv", (q, k, v), shapes, strict=True):
-        if x.layout is not torch.strided:
-            _check_layout(name, x)
-        if len(shape) != dim:
-            layout = "(B, H, N, D)" if dim == 4 else "(total, H, D)"
-            raise ValueError(f"{name} must have {dim} dimensions {layout}, got shape {tuple(shape)}")
-        if x.dtype not in DTYPES:
-            raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {x.dtype}")
-        if x.dtype is not dtype:
-            raise TypeError(f"{name} must have q's dtype {dtype}, got {x.dtype}")
-        if x.device != device:
-            raise ValueError(f"{name} must be on q's device {device}, got {x.device}")
-        if not 1 <= shape[-1] <= MAX_HEAD_DIM:
-            raise ValueError(f"{name}: head dimension must be 1 to {MAX_HEAD_DIM}, got {shape[-1]}")
-    (*_, d), (*_, d_k), _ = shapes
-    hq, hk, hv = (shape[1] for shape in shapes)
+    if (  # what all three must share, asked in one go
+        q.is_nested or k.is_nested or v.is_nested
+        or not (q.layout is k.layout is v.layout is torch.strided)
+        or not (q.dim() == k.dim() == v.dim() == dim)
+        or not (q.dtype is k.dtype is v.dtype and q.dtype in DTYPES)
+        or not (q.device == k.device == v.device)
+    ):  # fmt: skip
+        _refuse_tensors(q, k, v, dim)
+    if dim == 4:
+        (batch, hq, _, d), (k_batch, hk, nk, d_k), (v_batch, hv, nv, d_v) = q.shape, k.shape, v.shape
+        if not batch == k_batch == v_batch:
+            raise ValueError(f"k and v must have q's batch size {batch}, got {k_batch} and {v_batch}")
+        if nv != nk:
+            raise ValueError(f"v must have k's length {nk}, got {nv}")
+    else:
+        (_, hq, d), (_, hk, d_k), (_, hv, d_v) = q.shape, k.shape, v.shape
+    if not (1 <= d <= MAX_HEAD_DIM and 1 <= d_k <= MAX_HEAD_DIM and 1 <= d_v <= MAX_HEAD_DIM):
+        name, n = next((name, n) for name, n in zip("qkv", (d, d_k, d_v), strict=True) if not 1 <= n <= MAX_HEAD_DIM)
+        raise ValueError(f"{name}: head dimension must be 1 to {MAX_HEAD_DIM}, got {n}")
     if d_k != d:
         raise ValueError(f"k must have q's head dimension {d}, got {d_k} (v may differ)")
     if hv != hk:
         raise ValueError(f"v must have k's heads {hk}, got {hv}")
-    if dim == 4:
-        batch, k_batch, v_batch = (shape[0] for shape in shapes)
-        if k_batch != batch or v_batch != batch:
-            raise ValueError(f"k and v must have q's batch size {batch}, got {k_batch} and {v_batch}")
-        if shapes[2][2] != shapes[1][2]:
-            raise ValueError(f"v must have k's length {shapes[1][2]}, got {shapes[2][2]}")
     if hk < 1 or hq < 1 or hq % hk:
         raise ValueError(f"q's heads must be a positive multiple of k's, got {hq} and {hk}")
+
+
+def _refuse_tensors(q: Tensor, k: Tensor, v: Tensor, dim: int) -> None:
+    """Say which of the three is not a dense tensor, has other dimensions, or differs from q."""
+    for name, x in zip("qkv", (q, k, v), strict=True):
+        _check_layout(name, x)  # first of all: a nested tensor has no shape to look at
+    for name, x in zip("qkv", (q, k, v), strict=True):
+        if x.dim() != dim:
+            layout = "(B, H, N, D)" if dim == 4 else "(total, H, D)"
+            raise ValueError(f"{name} must have {dim} dimensions {layout}, got shape {tuple(x.shape)}")
+        if x.dtype not in DTYPES:
+            raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {x.dtype}")
+        if x.dtype != q.dtype:
+            raise TypeError(f"{name} must have q's dtype {q.dtype}, got {x.dtype}")
+        if x.device != q.device:
+            raise ValueError(f"{name} must be on q's device {q.device}, got {x.device}")
 
 
 def _check_features(
@@ -367,7 +377,9 @@ def _check_features(
         for n, keys in zip(used or (), key_lengths or [shape[3]] * batch, strict=used is not None):
             if not 0 <= n <= keys:
                 raise ValueError(f"seqused_k must be between 0 and a sequence's keys, {keys}, got {n}")
-    extras = Extras(alibi_slopes, learnable_sink, bias, mask, None, None, seqused_k, None)
+    extras = NO_EXTRAS
+    if not (alibi_slopes is learnable_sink is bias is mask is seqused_k is None):
+        extras = Extras(alibi_slopes, learnable_sink, bias, mask, None, None, seqused_k, None)
     return extras, (scale, causal, left, right, cap), p
 
 
@@ -391,7 +403,7 @@ def check_options(
     """
     if impl not in IMPLS:
         raise ValueError(f"impl must be one of {', '.join(IMPLS)}, got {impl!r}")
-    _check_bools(("causal", "deterministic"), (causal, False if deterministic is None else deterministic))
+    _check_bools(("causal", "deterministic"), causal, False if deterministic is None else deterministic)
     if softmax_scale is None:
         softmax_scale = head_dim**-0.5
     elif isinstance(softmax_scale, bool) or not isinstance(softmax_scale, (int, float)):
@@ -406,12 +418,12 @@ def check_options(
     return float(softmax_scale), left, right, cap, p
 
 
-def _check_bools(names: Sequence[str], values: Sequence[object]) -> None:
-    for name, value in zip(names, values, strict=True):
+def _check_bools(names: Sequence[str], *values: object) -> None:
+    for n, value in enumerate(values):
         if value is not True and value is not False:
             kind = type(value)  # numpy has a bool of its own
             got = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
-            raise TypeError(f"{name} must be a bool, got {got}")
+            raise TypeError(f"{names[n]} must be a bool, got {got}")
 
 
 def _check_layout(name: str, x: object) -> None:
@@ -461,11 +473,6 @@ def _check_max(name: str, value: Any) -> int:
     return value  # type: ignore[return-value]
 
 
-def _unit_last(x: Tensor) -> Tensor:
-    """The kernels read rows with a unit last stride; a tensor that has another one is copied, as flash-attn does."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-
-
 def _call(
     q: Tensor,
     k: Tensor,
@@ -486,10 +493,10 @@ def _call(
         extras = extras._replace(rng=dropout.draw(q.device))
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    out, lse, row_max = ops.attention(
-        _unit_last(q), _unit_last(k), _unit_last(v), *extras, max_q, max_k, *numbers, dropout_p, deterministic, impl,
-        return_max_logits,
-    )  # fmt: skip
+    options = (max_q, max_k, *numbers, dropout_p, deterministic, impl)
+    if not (q.stride(-1) == k.stride(-1) == v.stride(-1) == 1):  # kernels read rows; flash-attn copies the rest as well
+        q, k, v = (x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous() for x in (q, k, v))
+    out, lse, row_max = ops.attention(q, k, v, extras, options, return_max_logits)
     if not (return_lse or return_max_logits):
         return out
     results = [out]

@@ -6,6 +6,7 @@ opaque calls and no Python. Outputs follow their input's memory order: (B, N, H,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from . import dispatch
-from .problem import Extras, describe
+from .problem import NO_EXTRAS, Extras, describe
 
 _FEATURES = (
     "Tensor? alibi_slopes, Tensor? learnable_sink, Tensor? attn_bias, Tensor? attn_mask, Tensor? cu_seqlens_q, "
@@ -38,6 +39,8 @@ def like_layout(x: Tensor, width: int) -> Tensor:
     """
     if x.dim() == 3:
         return x.new_zeros(x.shape[0], x.shape[1], width)
+    if x.shape[3] == width and x.is_contiguous():
+        return torch.empty_like(x)  # the cheapest of these calls
     batch, heads, rows, _ = x.shape
     if x.stride(1) < x.stride(2):
         return x.new_empty(batch, rows, heads, width).transpose(1, 2)
@@ -59,13 +62,12 @@ _plans: dict[tuple[Any, ...], Any] = {}
 _PLAN_LIMIT = 4096
 
 
-def _plan_key(tensors: tuple[Tensor | None, ...], device: torch.device, rest: tuple[Any, ...]) -> tuple[Any, ...]:
+def _plan_key(device: int, tensors: tuple[Tensor | None, ...], *options: Any) -> tuple[Any, ...]:
     """What kernels depend on: the options, and each tensor's shape, strides, dtype, and address modulo 16 being 0."""
     layouts = [  # a list: quicker than a generator
-        None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() & 15 == 0)
-        for x in (*tensors, *rest[:_N_EXTRAS])
+        None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() & 15 == 0) for x in tensors
     ]
-    return (device, rest[_N_EXTRAS:], *layouts)
+    return (device, options, *layouts)
 
 
 def _remember(key: tuple[Any, ...], plan: Any) -> Any:
@@ -75,16 +77,25 @@ def _remember(key: tuple[Any, ...], plan: Any) -> Any:
     return plan
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(out, lse, row_max), row_max None where it is not asked for."""
-    extras = Extras(*rest[:_N_EXTRAS])
+def _is_elsewhere(x: Tensor) -> bool:
+    """On a GPU that is not the current one, where kernels would be launched?"""
+    return x.is_cuda and x.get_device() != torch.cuda.current_device()
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: tuple[Any, ...], return_max: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(out, lse, row_max), row_max None where it is not asked for; ``options`` are the schema's after the tensors."""
+    if _is_elsewhere(q):
+        with torch.cuda.device(q.device):
+            return _forward(q, k, v, extras, options, return_max)
     out, lse = like_layout(q, v.shape[-1]), _statistic(q)
-    row_max = _statistic(q) if rest[-1] else None
+    row_max = _statistic(q) if return_max else None
     if q.numel() or out.numel():
-        key = _plan_key((q, k, v), q.device, rest)
+        key = _plan_key(q.get_device(), (q, k, v, *extras), options, return_max)
         plan = _plans.get(key)
         if plan is None:
-            *numbers, deterministic, impl, _ = rest[_N_EXTRAS:]
+            *numbers, _deterministic, impl = options
             problem = describe(q, k, v, extras, *numbers)
             plan = _remember(key, dispatch.forward_plan(problem, impl, q, k, v, extras, out, lse))
         plan(q, k, v, extras, out, lse, row_max)
@@ -92,18 +103,21 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tenso
 
 
 def _backward(
-    do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
+    do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, extras: Extras,
+    options: tuple[Any, ...], need: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """(dq, dk, dv, dsink, dbias), None for what is not asked for."""
-    extras = Extras(*rest[:_N_EXTRAS])
-    dq, dk, dv, dsink, dbias = grads = _grad_buffers(q, k, v, extras, *rest[-4:])
+    """(dq, dk, dv, dsink, dbias), None for what is not asked for: ``need`` is (dq, dk and dv, dsink, dbias)."""
+    if _is_elsewhere(q):
+        with torch.cuda.device(q.device):
+            return _backward(do, dlse, q, k, v, out, lse, extras, options, need)
+    dq, dk, dv, dsink, dbias = grads = _grad_buffers(q, k, v, extras, *need)
     if do.stride(-1) != 1 and do.shape[-1] != 1:
         do = do.contiguous()  # e.g. the stride-0 gradient of sum()
     if q.numel() or k.numel():
-        key = _plan_key((do, dlse, q, k, v, out, lse), q.device, rest)
+        key = _plan_key(q.get_device(), (do, dlse, q, k, v, out, lse, *extras), options, need)
         plan = _plans.get(key)
         if plan is None:
-            *numbers, deterministic, impl = rest[_N_EXTRAS:-4]
+            *numbers, deterministic, impl = options
             problem = describe(q, k, v, extras, *numbers)
             args = (do, dlse, q, k, v, out, lse, extras, dq, dk, dv, dbias)
             plan = _remember(key, dispatch.backward_plan(problem, impl, deterministic, *args))
@@ -115,15 +129,18 @@ def _backward(
     return grads
 
 
-def _fwd(q: Tensor, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The forward operator: an operator returns tensors, empty ones for what is not asked for."""
-    out, lse, row_max = _forward(q, *inputs)
+    out, lse, row_max = _forward(q, k, v, Extras(*rest[:_N_EXTRAS]), rest[_N_EXTRAS:-1], rest[-1])
     return out, lse, q.new_empty(0, dtype=lse.dtype) if row_max is None else row_max
 
 
-def _bwd(do: Tensor, dlse: Tensor | None, q: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+def _bwd(
+    do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
+) -> tuple[Tensor, ...]:
     """The backward operator, likewise."""
-    return tuple(q.new_empty(0) if g is None else g for g in _backward(do, dlse, q, *inputs))
+    grads = _backward(do, dlse, q, k, v, out, lse, Extras(*rest[:_N_EXTRAS]), rest[_N_EXTRAS:-4], rest[-4:])
+    return tuple(q.new_empty(0) if g is None else g for g in grads)
 
 
 def _grad_buffers(
@@ -151,75 +168,105 @@ def _bwd_fake(
     return tuple(q.new_empty(0) if g is None else g for g in grads)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor | None]) -> None:
-    q, k, v, *rest = inputs
+def _save(
+    ctx: Any, q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: tuple[Any, ...],
+    output: tuple[Tensor, Tensor, Tensor | None],
+) -> None:  # fmt: skip
     out, lse, row_max = output
     if row_max is not None:
         ctx.mark_non_differentiable(row_max)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, out, lse, *rest[:_N_EXTRAS])
-    ctx.options = rest[_N_EXTRAS:-1]
+    ctx.save_for_backward(q, k, v, out, lse, *(() if extras is NO_EXTRAS else extras))
+    ctx.options = options
 
 
-def _gradients(bwd: Any, ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-    """Gradients for all inputs of the forward, by the backward operator or by the function behind it."""
-    q, k, v, out, lse, *extras = ctx.saved_tensors
-    none = (None,) * (len(ctx.options) + 1)
+def _gradients(
+    ctx: Any,
+    bwd: Callable[..., tuple[Tensor | None, ...]],
+    do: Tensor | None,
+    dlse: Tensor | None,
+    need: tuple[bool, ...],
+) -> tuple[Tensor | None, ...]:
+    """Gradients of (q, k, v, sink, bias) by ``bwd``, which takes what ``_backward`` takes; None where not ``need``-ed."""
     if do is None and dlse is None:
-        return (None,) * (3 + _N_EXTRAS) + none
+        return (None,) * 5
+    q, k, v, out, lse, *extras = ctx.saved_tensors
     do = torch.zeros_like(out) if do is None else do
-    need = ctx.needs_input_grad
-    need_sink, need_bias = need[4] and extras[1] is not None, need[5] and extras[2] is not None
-    dq, dk, dv, dsink, dbias = bwd(
-        do, dlse, q, k, v, out, lse, *extras, *ctx.options, need[0], need[1] or need[2], need_sink, need_bias
-    )
-    grads: list[Any] = [None] * _N_EXTRAS
-    grads[1], grads[2] = dsink if need_sink else None, dbias if need_bias else None
-    return dq if need[0] else None, dk if need[1] else None, dv if need[2] else None, *grads, *none
+    need_q, need_k, need_v, need_sink, need_bias = need
+    wanted = need_q, need_k or need_v, need_sink, need_bias
+    return bwd(do, dlse, q, k, v, out, lse, Extras(*extras) if extras else NO_EXTRAS, ctx.options, wanted)
+
+
+def _save_for_bwd(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    q, k, v, *rest = inputs
+    _save(ctx, q, k, v, Extras(*rest[:_N_EXTRAS]), tuple(rest[_N_EXTRAS:-1]), output)
+
+
+def _by_operator(*inputs: Any) -> tuple[Tensor | None, ...]:
+    """``_backward`` by the operator, which returns an empty tensor for what is not asked for."""
+    *tensors, extras, options, need = inputs
+    grads = torch.ops.flashtri.bwd(*tensors, *extras, *options, *need)
+    need_dq, need_dkv, need_dsink, need_dbias = need
+    needed = need_dq, need_dkv, need_dkv, need_dsink, need_dbias
+    return tuple(x if wanted else None for x, wanted in zip(grads, needed, strict=True))
 
 
 def _fwd_backward(ctx: Any, do: Tensor | None, dlse: Tensor | None, _row_max: Tensor | None) -> tuple[Any, ...]:
-    return _gradients(torch.ops.flashtri.bwd, ctx, do, dlse)
+    need_q, need_k, need_v, _, need_sink, need_bias, *others = ctx.needs_input_grad
+    need = need_q, need_k, need_v, need_sink, need_bias
+    dq, dk, dv, dsink, dbias = _gradients(ctx, _by_operator, do, dlse, need)
+    return dq, dk, dv, None, dsink, dbias, *(None for _ in others)
 
 
 class _Eager(torch.autograd.Function):
-    """The same without the dispatcher, which costs more than a small attention itself."""
+    """The same without the dispatcher, which costs more than a small attention itself.
+
+    Every argument costs time as well: those that have no gradient are packed.
+    """
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor | None]:
-        output = _forward(*inputs)
-        _save(ctx, inputs, output)
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, _sink: Tensor | None, _bias: Tensor | None, extras: Extras,
+        options: tuple[Any, ...], return_max: bool,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+        output = _forward(q, k, v, extras, options, return_max)
+        _save(ctx, q, k, v, extras, options, output)
         return output
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None, _row_max: Tensor | None) -> tuple[Any, ...]:
-        if torch.is_grad_enabled():  # create_graph=True: a second derivative would be asked of these gradients
-            return _gradients(torch.ops.flashtri.bwd, ctx, do, dlse)
-        return _gradients(_backward, ctx, do, dlse)
+        # create_graph=True: a second derivative would be asked of these gradients
+        bwd = _by_operator if torch.is_grad_enabled() else _backward
+        return *_gradients(ctx, bwd, do, dlse, ctx.needs_input_grad[:5]), None, None, None
+
+
+_PLAIN = {Tensor, Parameter}
 
 
 def looked_into(*tensors: Tensor) -> bool:
     """Does something look into operators here: torch.compile, export, fake tensors, subclasses, modes, functorch, tracing?"""
     return (
         torch.compiler.is_compiling()
-        or any([type(x) is not Tensor and type(x) is not Parameter for x in tensors])  # noqa: C419  (a list is quicker)
+        or not _PLAIN.issuperset(map(type, tensors))
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._get_tracing_state() is not None
     )
 
 
-def attention(*inputs: Any) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(out, lse, row_max) of the forward operator's arguments, by the shortest road; row_max only where asked for.
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: tuple[Any, ...], return_max: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(out, lse, row_max) by the shortest road, row_max only where asked for; ``options`` as the operators list them.
 
     Plain tensors in eager mode go to the launcher directly; everybody else gets the operator.
     """
-    q = inputs[0]
-    if looked_into(*inputs[:3]) or q.device.type not in ("cuda", "cpu"):
-        return torch.ops.flashtri.fwd(*inputs)  # type: ignore[no-any-return]
-    if torch.is_grad_enabled() and any([x is not None and x.requires_grad for x in inputs[: 3 + _N_EXTRAS]]):  # noqa: C419
-        return _Eager.apply(*inputs)  # type: ignore[no-any-return, no-untyped-call]
-    return _forward(*inputs)
+    if looked_into(q, k, v) or not (q.is_cuda or q.is_cpu):
+        return torch.ops.flashtri.fwd(q, k, v, *extras, *options, return_max)  # type: ignore[no-any-return]
+    sink, bias = extras.learnable_sink, extras.attn_bias
+    if torch.is_grad_enabled() and any([x is not None and x.requires_grad for x in (q, k, v, sink, bias)]):  # noqa: C419
+        return _Eager.apply(q, k, v, sink, bias, extras, options, return_max)  # type: ignore[no-any-return, no-untyped-call]
+    return _forward(q, k, v, extras, options, return_max)
 
 
 def _no_double_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
@@ -233,7 +280,7 @@ for _name, _impl, _fake in (("fwd", _fwd, _fwd_fake), ("bwd", _bwd, _bwd_fake)):
     for _key in ("CPU", "CUDA"):
         _lib.impl(_name, _impl, _key)
     torch.library.register_fake(f"flashtri::{_name}", _fake, lib=_lib)
-torch.library.register_autograd("flashtri::fwd", _fwd_backward, setup_context=_save, lib=_lib)
+torch.library.register_autograd("flashtri::fwd", _fwd_backward, setup_context=_save_for_bwd, lib=_lib)
 torch.library.register_autograd(
     "flashtri::bwd", _no_double_backward, setup_context=lambda ctx, inputs, output: None, lib=_lib
 )

@@ -24,6 +24,9 @@ class Extras(NamedTuple):
     rng: Tensor | None = None  # int64 (2,): dropout's seed and offset
 
 
+NO_EXTRAS = Extras()
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """A call without its data.

@@ -24,7 +24,8 @@ class Launch:
     """One kernel on one grid. The first call compiles (or finds) the binary, later calls skip Triton's argument binding.
 
     A binary depends on the types of the arguments, on which integers are 1 or divisible by 16 and on which pointers are
-    aligned. Whoever keeps a Launch must call it with arguments that agree in all of that: see ``ops._plan``.
+    aligned. Whoever keeps a Launch must call it with arguments that agree in all of that, see ``ops._plan_key``, and on
+    the current device.
     """
 
     def __init__(self, kernel: Any, grid: int, constexprs: tuple[Any, ...], config: Config | None, device: torch.device):
@@ -34,10 +35,6 @@ class Launch:
 
     def __call__(self, *args: Any) -> None:
         if self.grid == 0:
-            return
-        if not INTERPRETED and self.device.index != torch.cuda.current_device():
-            with torch.cuda.device(self.device):
-                self(*args)
             return
         if self.quick is None:
             options = {} if self.config is None else {"num_warps": self.config.num_warps, "num_stages": self.config.num_stages}

@@ -179,7 +179,6 @@ def pretend_sm90() -> Iterator[None]:
             (launch, "target_of", lambda device: target),
             (launch_forward, "target_of", lambda device: target),
             (launch_forward, "problem_reason", lambda problem, device: reason(problem, cuda)),
-            (torch.cuda, "current_device", lambda: None),  # a CPU tensor's device has no index
             (torch.cuda, "is_current_stream_capturing", lambda: False),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))

@@ -398,7 +398,7 @@ class Backward:
         self, do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, extras: Extras,
         dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, dsink: Tensor | None, dbias: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Shapes as in :func:`flashtri_core.flash_attn`; runs on the current stream of the tensors' device.
+        """Shapes as in :func:`flashtri_core.flash_attn`; runs on the current stream of the tensors' device, the current one.
 
         Raises:
             NotImplementedError: ``dbias`` is wanted.
@@ -406,10 +406,6 @@ class Backward:
         if dbias is not None:
             raise NotImplementedError("attn_bias has no Hopper backward; supports() says so")
         device = q.device
-        if device.index != torch.cuda.current_device():
-            with torch.cuda.device(device):
-                self(do, dlse, q, k, v, out, lse, extras, dq, dk, dv, dsink)
-            return
         first = not self.launches
         if first:
             self.copy_do = bool(tma_reason("do", do))

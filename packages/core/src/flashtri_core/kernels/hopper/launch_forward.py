@@ -261,11 +261,7 @@ class Forward:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, extras: Extras, out: Tensor, lse: Tensor, row_max: Tensor | None = None
     ) -> None:
-        """Shapes as in :func:`flashtri_core.flash_attn`; runs on the current stream of the tensors' device."""
-        if self.device.index != torch.cuda.current_device():
-            with torch.cuda.device(self.device):
-                self(q, k, v, extras, out, lse, row_max)
-            return
+        """Shapes as in :func:`flashtri_core.flash_attn`; runs on the current stream of the tensors' device, the current one."""
         counter = _counter(self.device) if self.dynamic else None
         tensors = (q, k, v, out, lse, row_max, counter, *extras)
         grid = self.plan.grid

@@ -108,7 +108,6 @@ def emulate(
         (launch_forward, "target_of", lambda device: target),
         (launch_backward, "target_of", lambda device: target),
         (launch_forward, "problem_reason", lambda p, device: reason(p, types.SimpleNamespace(type="cuda", index=0))),
-        (torch.cuda, "current_device", lambda: None),
         (torch.cuda, "is_current_stream_capturing", lambda: False),
         (driver, "_active", StubDriver(target)),
     ]

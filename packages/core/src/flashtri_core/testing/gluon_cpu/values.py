@@ -212,7 +212,7 @@ setattr(Value, "__rtruediv__", lambda self, other: _true_divide(other, self))  #
 
 # ----------------------------------------------------------------------------------------------------- global memory
 class Memory:
-    """A torch tensor's storage, as kernels see it: elements of one dtype, nothing outside."""
+    """A torch tensor as kernels see it: elements of one dtype, nothing outside; one that is not contiguous with its storage."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.dtype, stored = _STORAGE[tensor.dtype]
@@ -220,6 +220,8 @@ class Memory:
         raw = torch.empty(0, dtype=torch.uint8).set_(storage)
         self.flat = raw.numpy()[: storage.nbytes() // tensor.itemsize * tensor.itemsize].view(stored)
         self.address, self.first, self.shape = storage.data_ptr(), tensor.storage_offset(), tuple(tensor.shape)
+        if tensor.is_contiguous():  # such as a part of a workspace
+            self.flat, self.address, self.first = self.flat[self.first :][: tensor.numel()], tensor.data_ptr(), 0
 
     def decode(self, stored: Any) -> Any:
         """Stored elements as an array of numbers."""
@@ -230,7 +232,7 @@ class Memory:
         return to_bf16_bits(data) if self.dtype is tl.bfloat16 else np.asarray(data).astype(self.flat.dtype)
 
     def check(self, at: Any, what: str) -> None:
-        """Raise if one of these elements is not in the storage."""
+        """Raise if one of these elements is not there."""
         if at.size and (at.min() < 0 or at.max() >= self.flat.size):
             raise EmulationError(f"{what} outside a tensor of shape {self.shape}: element {at.min()} or {at.max()}")
 
