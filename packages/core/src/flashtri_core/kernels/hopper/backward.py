@@ -16,7 +16,10 @@ first addition is a store, so nothing needs zeroing, the order is fixed, and the
 heads enough for every multiprocessor, and short ones: their dQ has to stay in L2.
 
 One step takes BLOCK_M query rows of one head; the heads of a GQA group follow one another, so that dK and dV are summed
-in registers. dQ's product needs dS of all 128 keys: each warpgroup writes its dS^T to shared memory, waits for the other's
+in registers. With ``C.group_split > 1`` a group is shared out: each share of its heads has a thread block per key tile,
+which stores its dK and dV in fp32, and the conversion pass adds the shares up in a fixed order. Everything here takes
+shares for key heads then: ``hk`` counts them, ``sizes.heads`` and ``sizes.group`` are their number and their query heads.
+dQ's product needs dS of all 128 keys: each warpgroup writes its dS^T to shared memory, waits for the other's
 and computes one 64 x 64 half of the dQ tile (half the columns at D = 128, half the rows at D = 64).
 
 Barriers (``full``: the bytes are there; ``empty``: all readers are done)::
@@ -69,6 +72,8 @@ _RED = "".join(
 )
 RED_V4 = gl.constexpr("{\n" + _RED + "".join(f"mov.u32 ${i}, 0;\n" for i in range(8)) + "}")
 RED_V4_OPERANDS = gl.constexpr(",".join(["=r"] * 8 + ["f"] * 32 + ["l"] * 32))
+
+STORE_V4 = gl.constexpr(RED_V4.value.replace("red.relaxed.gpu.global.add", "st.relaxed.gpu.global"))
 
 # The same where the first writer stores: $72-$103 say 32 times whether this is it.
 _FIRST = "".join(
@@ -201,16 +206,22 @@ def locate(turn, sizes, CU_Q, CU_K, USED_K, variant, args, C: gl.constexpr):
 
 
 @gluon.jit
-def first_block(z, h, q_row0, sizes, BLOCK_M: gl.constexpr, PACKED: gl.constexpr):
-    """Number of the first BLOCK_M rows of head h among all blocks of the statistics and of the dQ accumulator.
+def first_block(z, h, row0, heads, blocks, BLOCK: gl.constexpr, PACKED: gl.constexpr):
+    """Number of the first BLOCK rows of head h among all blocks, ``blocks`` a head, of what the kernels share in fp32.
 
-    Dense: heads one after another, each padded to whole blocks. Packed: sequence z starts at block q_row0 // BLOCK_M + z.
+    Dense: heads one after another, each padded to whole blocks. Packed: sequence z starts at block row0 // BLOCK + z.
     """
     if PACKED:
-        block = h * sizes.q_blocks + q_row0 // BLOCK_M + z
+        block = h * blocks + row0 // BLOCK + z
     else:
-        block = (z * sizes.heads * sizes.group + h) * sizes.q_blocks
+        block = (z * heads + h) * blocks
     return block
+
+
+@gluon.jit
+def first_query_block(z, h, q_row0, sizes, C: gl.constexpr):
+    """:func:`first_block` of the statistics and of the dQ accumulator."""
+    return first_block(z, h, q_row0, sizes.heads * sizes.group, sizes.q_blocks, C.block_m, C.packed)
 
 
 @gluon.jit
@@ -257,17 +268,17 @@ def producer(
         if C.whole_head:
             mbarrier.wait(bars.kv_empty.index(0), (turn & 1) ^ 1)
         mbarrier.expect(bars.k_full.index(0), 4 * HALF * C.d)
-        load_half(k_desc, zb, t.hk, t.k_row0 + t.start_n, bars.k_full.index(0), tiles.k)
+        load_half(k_desc, zb, t.hk // C.group_split, t.k_row0 + t.start_n, bars.k_full.index(0), tiles.k)
         before = count
         for g in range(sizes.group):
             h = t.hk * sizes.group + g
-            block0 = first_block(t.z, h, t.q_row0, sizes, C.block_m, C.packed)
+            block0 = first_query_block(t.z, h, t.q_row0, sizes, C)
             for m in range(t.lo, t.hi):
                 row = t.q_row0 + m * C.block_m
                 load_q(q_desc, lse_desc, zb, h, row, block0 + m, count, tiles, bars, C)
                 if count == before:
                     mbarrier.expect(bars.v_full.index(0), 4 * HALF * C.d)
-                    load_half(v_desc, zb, t.hk, t.k_row0 + t.start_n, bars.v_full.index(0), tiles.v)
+                    load_half(v_desc, zb, t.hk // C.group_split, t.k_row0 + t.start_n, bars.v_full.index(0), tiles.v)
                 load_do(do_desc, delta_desc, zb, h, row, block0 + m, count, tiles, bars, C)
                 count += 1
 
@@ -344,7 +355,7 @@ def convert_dq(
     last = sizes.q_blocks - 1
     for g in range(sizes.group):
         h = hk * sizes.group + g
-        block0 = first_block(z, h, 0, sizes, C.block_m, C.packed)
+        block0 = first_query_block(z, h, 0, sizes, C)
         for m in range(0, sizes.q_blocks, 4):
             x0 = load_dq(DQ_ACC, block0 + m, WG, DQ_LAYOUT)
             x1 = load_dq(DQ_ACC, block0 + gl.minimum(m + 1, last), WG, DQ_LAYOUT)
@@ -492,6 +503,19 @@ def store_rows(
 
 
 @gluon.jit
+def store_share(x, SHARES, t, row, FIRST: gl.constexpr, sizes, COLS: gl.constexpr, LAYOUT: gl.constexpr, C: gl.constexpr):
+    """64 rows of a share's dK or dV from ``row`` on, COLS columns from FIRST on: fp32, blocks of 64 keys laid out like dQ's.
+
+    Packed, a block past the sequence's keys may be the next sequence's, and is left alone.
+    """
+    if row < t.k_rows:
+        blocks = sizes.blocks * (C.block_n // HALF)
+        block = first_block(t.z, t.hk, t.k_row0, sizes.heads, blocks, HALF, C.packed) + row // HALF
+        address = dq_address(SHARES, block * (C.d // HALF) + FIRST // HALF, COLS, LAYOUT)
+        gl.inline_asm_elementwise(STORE_V4, RED_V4_OPERANDS, [x, address], dtype=gl.int8, is_pure=False, pack=32)
+
+
+@gluon.jit
 def consumer(
     dk_desc, dv_desc, DK, DV, stride_dk, stride_dv, DQ, stride_dq, DQ_ACC, CU_Q, CU_K, USED_K, unit_log2, softmax_scale, sizes,
     variant, args, tiles, bars, WG: gl.constexpr, C: gl.constexpr,
@@ -522,7 +546,7 @@ def consumer(
                     named_barrier_wait(CLEARED, 128, 256)
         for g in range(sizes.group):
             h = t.hk * sizes.group + g
-            block0 = first_block(t.z, h, t.q_row0, sizes, C.block_m, C.packed)
+            block0 = first_query_block(t.z, h, t.q_row0, sizes, C)
             if C.edge_lo:
                 for m in range(t.lo, t.free_lo):
                     dk, dv = step(dk, dv, count, h, m, block0 + m, t, seen, unit_log2, variant, args, DQ_ACC, tiles, bars,
@@ -545,14 +569,20 @@ def consumer(
                 dk = warpgroup_mma_wait(0, deps=(dk,))
         zb = 0 if C.packed else t.z
         row = t.start_n + WG * HALF
-        if C.dq:
-            mbarrier.arrive(bars.k_done.index(0), count=1)
-        store_rows(dv, tiles.v.index(WG), dv_desc, DV, stride_dv, zb, t.hk, row, t.k_row0, t.k_rows, C.head_dim_v, 0, C.d, C)
-        if C.dq:
-            mbarrier.wait(bars.k_done.index(0), turn & 1)
-        dk = dk * softmax_scale
-        store_rows(dk, tiles.k.index(WG), dk_desc, DK, stride_dk, zb, t.hk, row, t.k_row0, t.k_rows, C.head_dim, 0, C.d, C)
-        tma.store_wait(0)
+        if C.group_split > 1:
+            store_share(dv, DV, t, row, 0, sizes, C.d, KV_LAYOUT, C)
+            store_share(dk, DK, t, row, 0, sizes, C.d, KV_LAYOUT, C)
+        else:
+            if C.dq:
+                mbarrier.arrive(bars.k_done.index(0), count=1)
+            store_rows(dv, tiles.v.index(WG), dv_desc, DV, stride_dv, zb, t.hk, row, t.k_row0, t.k_rows, C.head_dim_v, 0,
+                       C.d, C)  # fmt: skip
+            if C.dq:
+                mbarrier.wait(bars.k_done.index(0), turn & 1)
+            dk = dk * softmax_scale
+            store_rows(dk, tiles.k.index(WG), dk_desc, DK, stride_dk, zb, t.hk, row, t.k_row0, t.k_rows, C.head_dim, 0,
+                       C.d, C)  # fmt: skip
+            tma.store_wait(0)
         if C.whole_head:
             mbarrier.arrive(bars.kv_empty.index(0), count=1)
             seen = gl.minimum(seen, t.lo)
@@ -571,8 +601,9 @@ def attn_bwd_hopper(
     DQ_ACC, CU_Q, CU_K, USED_K, variant, args, unit_log2, softmax_scale, heads, group, Nq, Nk, blocks, batch_heads, head_group,
     q_blocks, C: gl.constexpr,
 ):  # fmt: skip
-    """Grid: one thread block per 128 keys, or per head. ``C``: a :class:`.BackwardConfig`; ``heads`` counts key heads.
+    """Grid: one thread block per 128 keys, or per head. ``C``: a :class:`.BackwardConfig`; ``heads`` counts key heads (shares).
 
+    ``DK``, ``DV``: with ``C.packed`` the gradients; with ``C.group_split > 1`` the shares' fp32 ones (:func:`store_share`).
     ``lse_desc``, ``delta_desc``: fp32, blocks of BLOCK_M rows as :func:`first_block` numbers them, LSE in base 2 and +inf on
     rows that are not there. ``DQ_ACC``: fp32, BLOCK_M * D per block, zeros unless ``C.whole_head``, which alone fills ``DQ``.
     """

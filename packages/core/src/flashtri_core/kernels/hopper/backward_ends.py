@@ -1,7 +1,7 @@
 """What happens before and after the fused backward: delta and a zeroed accumulator, then fp32 -> 16 bits.
 
-Both are plain Triton and bound by memory bandwidth. Rows come in blocks of BLOCK_M, numbered as the fused kernel numbers
-them (:func:`.backward.first_block`): here the program number itself.
+Both are plain Triton and bound by memory bandwidth. Rows come in blocks, numbered as the fused kernel numbers them
+(:func:`.backward.first_block`): here the program number itself.
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ from ..softmax import pivot_of
 
 
 @triton.jit
-def block_of_program(heads, Nq, q_blocks, seqs, CU_Q, BLOCK_M: tl.constexpr):
-    """Program -> (batch z of the tensors, head h, first row in the tensor's batch, first row in the sequence, its rows)."""
-    pid = tl.program_id(0)
-    if CU_Q is None:
-        zh = pid // q_blocks
-        start = pid % q_blocks * BLOCK_M
-        z, h, row0, rows = zh // heads, zh % heads, start, Nq
+def block_of(number, heads, N, blocks, seqs, CU, BLOCK: tl.constexpr):
+    """Block -> (batch z of the tensors, head h, first row in the tensor's batch, first row in the sequence, its rows)."""
+    if CU is None:
+        zh = number // blocks
+        start = number % blocks * BLOCK
+        z, h, row0, rows = zh // heads, zh % heads, start, N
     else:
-        h, s, start = packed_tile(pid, q_blocks, heads, 1, seqs, CU_Q, BLOCK_M, False)
-        first, rows, _used = span_of(CU_Q, None, s, Nq)
+        h, s, start = packed_tile(number, blocks, heads, 1, seqs, CU, BLOCK, False)
+        first, rows, _used = span_of(CU, None, s, N)
         z, row0 = s * 0, first + start
     return z, h, row0, start, rows
 
@@ -47,7 +46,7 @@ def attn_bwd_before_kernel(
 
     DELTA_ROWS, if given, receives delta once more in LSE's own layout (the sink's gradient wants it).
     """
-    z, h, row0, start, rows = block_of_program(heads, Nq, q_blocks, seqs, CU_Q, BLOCK_M)
+    z, h, row0, start, rows = block_of(tl.program_id(0), heads, Nq, q_blocks, seqs, CU_Q, BLOCK_M)
     pid = tl.program_id(0).to(tl.int64)
     offs_m = tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)[None, :]
@@ -77,28 +76,60 @@ def attn_bwd_before_kernel(
         tl.store(DELTA_ROWS + at, delta, mask=seen)
 
 
-@triton.jit(do_not_specialize=["heads", "Nq", "q_blocks", "seqs"])
-def attn_bwd_after_kernel(
-    DQ_ACC, DQ, CU_Q, stride_dq, softmax_scale, heads, Nq, q_blocks, seqs,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+@triton.jit
+def convert(
+    ACC, X, CU, stride, scale, pid, heads, N, blocks, seqs, SHARES: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """dQ = softmax_scale * accumulator, in DQ's own type and layout.
+    """The pid-th block of a gradient: scale * the accumulator, or the sum of the head's SHARES of it, in X's type and layout.
 
-    The accumulator holds a block as 64 x 64 chunks (columns from D = 128 on, rows at D = 64), each as the 128 threads of a
+    An accumulator holds a block as 64 x 64 chunks (columns from D = 128 on, rows at D = 64), each as the 128 threads of a
     warpgroup hold a wgmma result: bit by bit, an offset reads (column group 3, warp 2, row 3, column pair 2, row + 8, column).
     """
-    z, h, row0, start, rows = block_of_program(heads, Nq, q_blocks, seqs, CU_Q, BLOCK_M)
-    pid = tl.program_id(0).to(tl.int64)
-    CHUNKS: tl.constexpr = BLOCK_M * BLOCK_D // 4096
-    flat = tl.load(DQ_ACC + pid * (BLOCK_M * BLOCK_D) + tl.arange(0, BLOCK_M * BLOCK_D))
-    x = tl.reshape(flat, [CHUNKS, 8, 4, 8, 4, 2, 2])
-    if BLOCK_M == 64:
+    z, h, row0, start, rows = block_of(pid, heads, N, blocks, seqs, CU, BLOCK)
+    SIZE: tl.constexpr = BLOCK * BLOCK_D
+    at = pid
+    if SHARES > 1:  # the shares of a head lie where heads of their own would
+        at += pid // blocks * (SHARES - 1) * blocks
+    place = ACC + at.to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    flat = tl.load(place)
+    for _ in range(1, SHARES):
+        place += blocks.to(tl.int64) * SIZE
+        flat += tl.load(place)
+    x = tl.reshape(flat, [SIZE // 4096, 8, 4, 8, 4, 2, 2])
+    if BLOCK == 64:
         x = tl.permute(x, [2, 5, 3, 0, 1, 4, 6])
     else:
         x = tl.permute(x, [0, 2, 5, 3, 1, 4, 6])
-    dq = tl.reshape(x, [BLOCK_M, BLOCK_D]) * softmax_scale
-    offs_m = tl.arange(0, BLOCK_M)
+    x = tl.reshape(x, [BLOCK, BLOCK_D]) * scale
+    offs = tl.arange(0, BLOCK)
     offs_d = tl.arange(0, BLOCK_D)[None, :]
-    line = (row0 + offs_m).to(tl.int64)[:, None]
-    ptrs = DQ + head_offset(z, h, stride_dq) + tl.multiple_of(line * stride_dq[2], [1, 8]) + offs_d
-    tl.store(ptrs, dq.to(DQ.dtype.element_ty), mask=(start + offs_m < rows)[:, None] & (offs_d < HEAD_DIM))
+    line = (row0 + offs).to(tl.int64)[:, None]
+    ptrs = X + head_offset(z, h, stride) + tl.multiple_of(line * stride[2], [1, 8]) + offs_d
+    tl.store(ptrs, x.to(X.dtype.element_ty), mask=(start + offs < rows)[:, None] & (offs_d < WIDTH))
+
+
+@triton.jit(do_not_specialize=["heads", "Nq", "q_blocks", "seqs", "heads_k", "Nk", "k_blocks", "key_programs"])
+def attn_bwd_after_kernel(
+    DQ_ACC, DQ, CU_Q, stride_dq, DK_SHARES, DV_SHARES, DK, DV, CU_K, stride_dk, stride_dv, softmax_scale, heads, Nq, q_blocks,
+    seqs, heads_k, Nk, k_blocks, key_programs, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, SHARES: tl.constexpr,
+):  # fmt: skip
+    """dQ from its accumulator and, where SHARES > 1 thread blocks share a group, dK and dV from theirs.
+
+    The first ``key_programs`` programs convert blocks of 64 keys of dK, as many those of dV, the rest blocks of BLOCK_M
+    rows of dQ. Shares are added in their order: the sum is the same in every run.
+    """
+    pid = tl.program_id(0)
+    if SHARES == 1:
+        convert(DQ_ACC, DQ, CU_Q, stride_dq, softmax_scale, pid, heads, Nq, q_blocks, seqs, 1, HEAD_DIM, BLOCK_D, BLOCK_M)
+    elif pid < key_programs:
+        convert(
+            DK_SHARES, DK, CU_K, stride_dk, softmax_scale, pid, heads_k, Nk, k_blocks, seqs, SHARES, HEAD_DIM, BLOCK_D, 64
+        )
+    elif pid < 2 * key_programs:
+        pid -= key_programs
+        convert(DV_SHARES, DV, CU_K, stride_dv, 1.0, pid, heads_k, Nk, k_blocks, seqs, SHARES, HEAD_DIM_V, BLOCK_D, 64)
+    elif DQ_ACC is not None:
+        pid -= 2 * key_programs
+        convert(DQ_ACC, DQ, CU_Q, stride_dq, softmax_scale, pid, heads, Nq, q_blocks, seqs, 1, HEAD_DIM, BLOCK_D, BLOCK_M)

@@ -62,11 +62,10 @@ class Bars(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Run-time sizes that every partition needs; ``heads`` counts query heads and ``group`` is 1 for first_block."""
+    """Run-time sizes that every partition needs; ``heads`` counts query heads."""
 
     heads: Any
     heads_per_key: Any
-    group: Any
     Nq: Any
     Nk: Any
     blocks: Any
@@ -197,7 +196,7 @@ def consumer(
     row0 = start_m + WG * HALF
     row = row0 + gl.arange(0, HALF, layout=gl.SliceLayout(1, S_LAYOUT))
     # statistics come in blocks of block_stat rows, numbered as the dK, dV kernel numbers them; a padded row reads +inf
-    at = first_block(z, h, q_row0, sizes, C.block_stat, C.packed).to(gl.int64) * C.block_stat + row
+    at = first_block(z, h, q_row0, sizes.heads, sizes.q_blocks, C.block_stat, C.packed).to(gl.int64) * C.block_stat + row
     lse_log2 = gl.load(LSE_LOG2 + at, mask=row < Nq, other=float("inf"))
     delta = gl.load(DELTA + at, mask=row < Nq, other=0.0)
     dq = gl.zeros([HALF, C.d], gl.float32, DQ_LAYOUT)
@@ -259,7 +258,7 @@ def attn_bwd_dq_hopper(
         barriers(C.v_stages, 2),
     )
     fence_async_shared()
-    sizes = Sizes(heads, heads_per_key, 1, Nq, Nk, blocks, batch_heads, head_group, q_blocks)
+    sizes = Sizes(heads, heads_per_key, Nq, Nk, blocks, batch_heads, head_group, q_blocks)
     gl.warp_specialize([
         (consumer, (dq_desc, DQ, stride_dq, LSE_LOG2, DELTA, CU_Q, CU_K, USED_K, unit_log2, softmax_scale, sizes, variant,
                     args, tiles, bars, 0, C)),

@@ -32,7 +32,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .backward import CLEARED, HALF, Bars, Sizes, add_dq, first_block, locate, opaque_zero, ring, store_rows
+from .backward import (
+    CLEARED,
+    HALF,
+    Bars,
+    Sizes,
+    add_dq,
+    first_query_block,
+    locate,
+    opaque_zero,
+    ring,
+    store_rows,
+    store_share,
+)
 from .common import named_barrier_wait, tma_load
 from .forward import barriers, clear_rows, tile_pair
 
@@ -82,18 +94,18 @@ def producer(
     t = locate(0, sizes, CU_Q, CU_K, USED_K, variant, args, C)
     zb = 0 if C.packed else t.z  # packed tensors have no batch axis
     mbarrier.expect(bars.k_full.index(0), 2 * HALF * (MAIN + C.tail))
-    load_pair(k_descs, zb, t.hk, t.k_row0 + t.start_n, bars.k_full.index(0), tiles.k, 0, C.tail)
+    load_pair(k_descs, zb, t.hk // C.group_split, t.k_row0 + t.start_n, bars.k_full.index(0), tiles.k, 0, C.tail)
     count = 0
     for g in range(sizes.group):
         h = t.hk * sizes.group + g
-        block0 = first_block(t.z, h, t.q_row0, sizes, C.block_m, C.packed)
+        block0 = first_query_block(t.z, h, t.q_row0, sizes, C)
         for m in range(t.lo, t.hi):
             row = t.q_row0 + m * HALF
             load_step(q_descs, lse_desc, zb, h, row, block0 + m, count, tiles.q, tiles.lse, bars.q_full, bars.q_empty,
                       C.q_stages, C.tail)  # fmt: skip
             if count == 0:
                 mbarrier.expect(bars.v_full.index(0), 2 * HALF * (MAIN + C.v_tail))
-                load_pair(v_descs, zb, t.hk, t.k_row0 + t.start_n, bars.v_full.index(0), tiles.v, 0, C.v_tail)
+                load_pair(v_descs, zb, t.hk // C.group_split, t.k_row0 + t.start_n, bars.v_full.index(0), tiles.v, 0, C.v_tail)
             load_step(do_descs, delta_desc, zb, h, row, block0 + m, count, tiles.do, tiles.delta, bars.do_full,
                       bars.do_empty, C.do_stages, C.v_tail)  # fmt: skip
             count += 1
@@ -229,7 +241,7 @@ def consumer(
                 named_barrier_wait(CLEARED, 128, 256)
     for g in range(sizes.group):
         h = t.hk * sizes.group + g
-        block0 = first_block(t.z, h, t.q_row0, sizes, C.block_m, C.packed)
+        block0 = first_query_block(t.z, h, t.q_row0, sizes, C)
         if C.edge_lo:
             for m in range(t.lo, t.free_lo):
                 dk, dv = step(dk, dv, count, h, m, block0 + m, t, unit_log2, variant, args, DQ_ACC, tiles, bars, WG, True,
@@ -245,15 +257,20 @@ def consumer(
                               OWN, OWN_V, S_LAYOUT, DQ_LAYOUT, C)  # fmt: skip
                 count += 1
     zb = 0 if C.packed else t.z
-    mbarrier.arrive(bars.k_done.index(0), count=1)
-    mbarrier.wait(bars.k_done.index(0), 0)
-    if OWN_V > 0:
-        store_rows(dv, tiles.v[WG].index(0), dv_descs[WG], DV, stride_dv, zb, t.hk, t.start_n, t.k_row0, t.k_rows,
-                   C.head_dim_v, WG * MAIN, OWN_V, C)  # fmt: skip
-    dk = dk * softmax_scale
-    store_rows(dk, tiles.k[WG].index(0), dk_descs[WG], DK, stride_dk, zb, t.hk, t.start_n, t.k_row0, t.k_rows,
-               C.head_dim, WG * MAIN, OWN, C)  # fmt: skip
-    tma.store_wait(0)
+    if C.group_split > 1:
+        if OWN_V > 0:
+            store_share(dv, DV, t, t.start_n, WG * MAIN, sizes, OWN_V, V_LAYOUT, C)
+        store_share(dk, DK, t, t.start_n, WG * MAIN, sizes, OWN, DQ_LAYOUT, C)
+    else:
+        mbarrier.arrive(bars.k_done.index(0), count=1)
+        mbarrier.wait(bars.k_done.index(0), 0)
+        if OWN_V > 0:
+            store_rows(dv, tiles.v[WG].index(0), dv_descs[WG], DV, stride_dv, zb, t.hk, t.start_n, t.k_row0, t.k_rows,
+                       C.head_dim_v, WG * MAIN, OWN_V, C)  # fmt: skip
+        dk = dk * softmax_scale
+        store_rows(dk, tiles.k[WG].index(0), dk_descs[WG], DK, stride_dk, zb, t.hk, t.start_n, t.k_row0, t.k_rows,
+                   C.head_dim, WG * MAIN, OWN, C)  # fmt: skip
+        tma.store_wait(0)
 
 
 # ------------------------------------------------------------------------------------------------------------ kernel
@@ -266,9 +283,9 @@ def attn_bwd_wide_hopper(
     dv_tail, DK, DV, stride_dk, stride_dv, DQ_ACC, CU_Q, CU_K, USED_K, variant, args, unit_log2, softmax_scale, heads,
     group, Nq, Nk, blocks, batch_heads, head_group, q_blocks, C: gl.constexpr,
 ):  # fmt: skip
-    """Grid: one thread block per 64 keys of a key head. ``C``: a :class:`.BackwardConfig`; ``heads`` counts key heads.
+    """Grid: one thread block per 64 keys of a key head, or of a share. ``C``: a :class:`.BackwardConfig`.
 
-    Statistics and ``DQ_ACC`` as in :func:`.backward.attn_bwd_hopper`; the accumulator has 256 columns.
+    Statistics, ``DK``, ``DV`` and ``DQ_ACC`` as in :func:`.backward.attn_bwd_hopper`; the accumulator has 256 columns.
     """
     dtype: gl.constexpr = q_desc.dtype
     PANELS: gl.constexpr = gl.NVMMASharedLayout(64, 16, 2)  # 32 columns each, one panel per warpgroup

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ class BackwardConfig:
     early_dv: bool = False  # issue dV before dS is known: more overlap, more registers
     late_dk: bool = False  # a step's dK product runs under the next step's exp2; without dQ, which would need both
     dq: bool = True  # add dQ to the accumulator; False leaves it to the dQ kernel
+    group_split: int = 1  # thread blocks that share the query heads of a key head; see group_split()
     whole_head: bool = False  # one thread block takes all key tiles of a head: no zeroing, a fixed order, no conversion pass
     consumer_regs: int = 240
     producer_regs: int = 24
@@ -68,6 +69,9 @@ class DqConfig:
     left_edge: bool = False
 
 
+SHARE_ROWS, SHARE_TASKS, SHARE_L2 = 1024, 4, 16 << 20  # of group_split(): chosen by arithmetic, not measured yet
+
+
 def width(problem: Problem) -> int:
     """Tile width for the head dimensions; columns past the tensor's read as zeros."""
     return next(limit for limit in (64, 128, 256) if max(problem.head_dim, problem.head_dim_v) <= limit)
@@ -83,7 +87,47 @@ def tiles(problem: Problem, deterministic: bool, multiprocessors: int) -> Backwa
         full = waves >= 2 and heads >= 0.9 * waves * multiprocessors
         if full and max(rows, problem.seqlen_k) <= (1024 if deterministic else 512):
             return whole_head(problem)
-    return split_tiles(problem) if deterministic and width(problem) <= 128 else fused_tiles(problem)
+    chosen = split_tiles(problem) if deterministic and width(problem) <= 128 else fused_tiles(problem)
+    return shared(chosen, problem, multiprocessors)
+
+
+def shared(config: BackwardConfig, problem: Problem, multiprocessors: int) -> BackwardConfig:
+    """``config`` with as many shares of a group as :func:`group_split` says."""
+    return replace(config, group_split=group_split(problem, config.block_n, multiprocessors))
+
+
+def group_split(problem: Problem, block_n: int, multiprocessors: int) -> int:
+    """Into how many shares the query heads of a key head go, each with a thread block for every ``block_n`` keys.
+
+    As few as it takes, because every share writes and reads back 8 bytes per element of dK and dV:
+
+    - the multiprocessors are busy: thread blocks fill their waves to nine tenths, and under a causal mask, where they
+      differ in length, there are SHARE_TASKS for each multiprocessor;
+    - Q, dO and the dQ accumulator of a causal share fit SHARE_L2: thread blocks that begin at different rows drift apart and
+      read them at different times. Where they begin and end together, they share what they read anyway;
+
+    and no more than leave a share SHARE_ROWS rows of work for its traffic, and take the memory of the dQ accumulator once
+    more. Packed sequences get a share for every eight heads: all else depends on what they are packed with.
+    """
+    group = problem.heads_q // problem.heads_k
+    splits = [n for n in range(1, group + 1) if group % n == 0]
+    if problem.varlen:
+        return next(n for n in splits if group <= 8 * n)
+    left, right = problem.window if problem.mask_kind == "window" else (problem.seqlen_q, problem.seqlen_q)
+    rows = group * min(problem.seqlen_q, left + right + block_n)  # of all heads, that a key tile sees
+    tasks = problem.batch * problem.heads_k * -(-problem.seqlen_k // block_n)
+    row_bytes = 4 * (problem.head_dim + problem.head_dim_v)
+
+    def enough(n: int) -> bool:
+        if problem.mask_kind == "causal":
+            return tasks * n >= SHARE_TASKS * multiprocessors and rows // n * row_bytes <= SHARE_L2
+        return tasks * n >= 0.9 * multiprocessors * -(-tasks * n // multiprocessors)
+
+    def affordable(n: int) -> bool:
+        return rows >= SHARE_ROWS * n and 2 * n * problem.heads_k * problem.seqlen_k <= problem.heads_q * problem.seqlen_q
+
+    worth = [n for n in splits if n == 1 or affordable(n)]
+    return next((n for n in worth if enough(n)), worth[-1])
 
 
 def fused_tiles(problem: Problem) -> BackwardConfig:
@@ -132,6 +176,11 @@ def specialise(config: BackwardConfig, problem: Problem) -> BackwardConfig:
     Raises:
         ValueError: the problem does not fit ``config``.
     """
+    group = problem.heads_q // problem.heads_k
+    if config.group_split < 1 or group % config.group_split:
+        raise ValueError(f"group_split: must divide the {group} query heads of a key head, got {config.group_split}")
+    if config.whole_head and config.group_split > 1:
+        raise ValueError("group_split: not with whole_head, where one thread block takes all key tiles of all heads of a group")
     if config.whole_head and whole_head_reason(problem):
         raise ValueError(whole_head_reason(problem))
     if config.dq and width(problem) <= 128 and config.block_m * width(problem) != 8192:  # two halves of 64 x 64
@@ -218,10 +267,12 @@ class Plan:
     q_blocks: int  # blocks of block_m rows per head
     stat_blocks: int  # and in all
     grid: int
-    sizes: tuple[int, ...]  # key heads, group, Nq, Nk, blocks, batch_heads, head_group, q_blocks
+    sizes: tuple[int, ...]  # key heads (or shares), query heads of one, Nq, Nk, blocks, batch_heads, head_group, q_blocks
+    share_blocks: int  # blocks of 64 keys per share
+    key_programs: int  # of the conversion pass for dK, and as many for dV
     dq_grid: int
     dq_sizes: tuple[int, ...]
-    workspace: tuple[int, ...]  # floats of LSE * log2(e), delta and the dQ accumulator, each a multiple of 256 bytes
+    workspace: tuple[int, ...]  # floats of the parts of :class:`Workspace`, each a multiple of 256 bytes
 
 
 def _tiling(problem: Problem, heads: int, rows: int, total: int, block: int) -> tuple[int, int, int]:
@@ -245,7 +296,7 @@ def plan(
     """Grids and sizes; None means the shipped choice."""
     full = specialise(config or tiles(problem, deterministic, multiprocessors), problem)
     dq_config = specialise_dq(problem, full.block_m)
-    heads, keys, group = problem.heads_q, problem.heads_k, problem.heads_q // problem.heads_k
+    heads, heads_k, group = problem.heads_q, problem.heads_k, problem.heads_q // problem.heads_k
     q_blocks, _second, stat_blocks = _tiling(problem, heads, problem.seqlen_q, problem.total_q, full.block_m)
     row_bytes = 4 * (problem.head_dim + problem.head_dim_v)
 
@@ -254,20 +305,38 @@ def plan(
             return 1
         return max(1, min(pairs, (l2_bytes or l2_bytes_of(problem)) // max(1, rows * row_bytes)))
 
-    blocks, second, grid = _tiling(problem, keys, problem.seqlen_k, problem.total_k, full.block_n)
+    shares, walked = heads_k * full.group_split, group // full.group_split
+    blocks, second, grid = _tiling(problem, shares, problem.seqlen_k, problem.total_k, full.block_n)
+    share_blocks = blocks * (full.block_n // 64)
+    key_programs = grid * (full.block_n // 64) // full.group_split if full.group_split > 1 else 0
     if full.whole_head:
         grid = second
-    side = together(keys if problem.varlen else second, group * problem.seqlen_q)
-    sizes = (keys, group, problem.seqlen_q, problem.seqlen_k, blocks, second, side, q_blocks)
+    side = together(shares if problem.varlen else second, walked * problem.seqlen_q)
+    sizes = (shares, walked, problem.seqlen_q, problem.seqlen_k, blocks, second, side, q_blocks)
     blocks, second, dq_grid = _tiling(problem, heads, problem.seqlen_q, problem.total_q, dq_config.block_m)
     side = together(heads if problem.varlen else second, problem.seqlen_k)
     dq_sizes = (heads, group, problem.seqlen_q, problem.seqlen_k, blocks, second, side, q_blocks)
-    stat = stat_blocks * full.block_m
-    workspace = stat, stat, stat * full.d if full.dq else 0
+    stat, keys = stat_blocks * full.block_m, key_programs * 64 * full.group_split
+    workspace = stat, stat, stat * full.d if full.dq else 0, keys * full.d, keys * full.d
     return Plan(
-        full, Constants(full), dq_config, Constants(dq_config), q_blocks, stat_blocks, grid, sizes, dq_grid, dq_sizes,
-        workspace,
+        full, Constants(full), dq_config, Constants(dq_config), q_blocks, stat_blocks, grid, sizes, share_blocks,
+        key_programs, dq_grid, dq_sizes, workspace,
     )  # fmt: skip
+
+
+class Workspace(NamedTuple):
+    """What the kernels of one backward share, fp32; None where there is no use for it."""
+
+    lse_log2: Tensor
+    delta: Tensor
+    acc: Tensor | None  # of dQ
+    dk_shares: Tensor | None
+    dv_shares: Tensor | None
+
+
+def workspace(p: Plan, memory: Tensor) -> Workspace:
+    """The parts of one allocation."""
+    return Workspace(*(x if x.numel() else None for x in memory.split(p.workspace)))  # type: ignore[arg-type]
 
 
 # --------------------------------------------------------------------------------------------------------- arguments
@@ -282,28 +351,41 @@ def _lse_strides(lse: Tensor) -> tuple[int, int]:
 
 def before_arguments(
     p: Plan, problem: Problem, do: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, extras: Extras,
-    stats: tuple[Tensor, Tensor], delta_rows: Tensor | None, acc: Tensor | None,
+    work: Workspace, delta_rows: Tensor | None,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Of :func:`.backward_ends.attn_bwd_before_kernel`."""
+    zeroed = None if p.config.whole_head else work.acc
     dlse_strides = () if dlse is None else (0, *dlse.stride()) if dlse.dim() == 2 else dlse.stride()
     return (
-        out, do, lse, dlse, stats[0], stats[1], delta_rows, acc, extras.cu_seqlens_q, _strides(out), _strides(do),
+        out, do, lse, dlse, work.lse_log2, work.delta, delta_rows, zeroed, extras.cu_seqlens_q, _strides(out), _strides(do),
         _lse_strides(lse), dlse_strides, problem.heads_q, problem.seqlen_q, p.q_blocks, problem.batch,
         problem.head_dim_v, p.config.d, p.config.block_m,
     )  # fmt: skip
 
 
-def after_arguments(p: Plan, problem: Problem, extras: Extras, acc: Tensor, dq: Tensor) -> tuple[Any, ...]:
+def after_arguments(
+    p: Plan, problem: Problem, extras: Extras, work: Workspace, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None
+) -> tuple[Any, ...]:
     """Of :func:`.backward_ends.attn_bwd_after_kernel`."""
+    acc, c = work.acc, p.config
+    if dq is None or acc is None:
+        of_dq: tuple[Any, ...] = (None, None, None, ())
+    else:
+        of_dq = (acc, dq, extras.cu_seqlens_q, _strides(dq))
+    if dk is None or dv is None or c.group_split == 1:
+        of_keys: tuple[Any, ...] = (None, None, None, None, None, (), ())
+    else:
+        of_keys = (work.dk_shares, work.dv_shares, dk, dv, extras.cu_seqlens_k, _strides(dk), _strides(dv))
     return (
-        acc, dq, extras.cu_seqlens_q, _strides(dq), problem.softmax_scale, problem.heads_q, problem.seqlen_q, p.q_blocks,
-        problem.batch, problem.head_dim, p.config.d, p.config.block_m,
+        *of_dq, *of_keys, problem.softmax_scale, problem.heads_q, problem.seqlen_q, p.q_blocks, problem.batch,
+        problem.heads_k, problem.seqlen_k, p.share_blocks, p.key_programs, problem.head_dim, problem.head_dim_v, c.d,
+        c.block_m, c.group_split,
     )  # fmt: skip
 
 
 def fused_arguments(
-    p: Plan, problem: Problem, do: Tensor, q: Tensor, k: Tensor, v: Tensor, stats: tuple[Tensor, Tensor],
-    dq: Tensor | None, dk: Tensor, dv: Tensor, acc: Tensor | None, extras: Extras,
+    p: Plan, problem: Problem, do: Tensor, q: Tensor, k: Tensor, v: Tensor, work: Workspace,
+    dq: Tensor | None, dk: Tensor, dv: Tensor, extras: Extras,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Of :func:`.backward.attn_bwd_hopper`, or of the kernel for wide heads."""
     c = p.config
@@ -315,21 +397,24 @@ def fused_arguments(
         return [Block(x, *four_axes(x), (1, 1, rows, n)) if n else None for n in (128, tail)]
 
     blocks = [*block(q, c.block_m, c.tail), *block(do, c.block_m, c.v_tail), *block(k, 64, c.tail), *block(v, 64, c.v_tail)]
-    blocks += [Block(x, (x.shape[0],), (1,), (c.block_m,)) for x in (stats[0], stats[1])]
-    blocks += [*block(dk, 64, c.tail), *block(dv, 64, c.v_tail)]
-    stored = (dk, dv, _strides(dk), _strides(dv)) if c.packed else (None, None, (), ())
+    blocks += [Block(x, (x.shape[0],), (1,), (c.block_m,)) for x in (work.lse_log2, work.delta)]
+    if c.group_split > 1:
+        blocks += [None] * (2 if c.d <= 128 else 4)
+        stored: tuple[Any, ...] = (work.dk_shares, work.dv_shares, (), ())
+    else:
+        blocks += [*block(dk, 64, c.tail), *block(dv, 64, c.v_tail)]
+        stored = (dk, dv, _strides(dk), _strides(dv)) if c.packed else (None, None, (), ())
     own: tuple[Any, ...] = ()
     if c.d <= 128:
         own = (dq, _strides(dq)) if dq is not None and c.whole_head else (None, ())
     return (
-        *blocks, *stored, *own, acc, extras.cu_seqlens_q, extras.cu_seqlens_k, extras.seqused_k, variant, args, unit_log2,
+        *blocks, *stored, *own, work.acc, extras.cu_seqlens_q, extras.cu_seqlens_k, extras.seqused_k, variant, args, unit_log2,
         problem.softmax_scale, *p.sizes, p.constants,
     )  # fmt: skip
 
 
 def dq_arguments(
-    p: Plan, problem: Problem, do: Tensor, q: Tensor, k: Tensor, v: Tensor, stats: tuple[Tensor, Tensor], dq: Tensor,
-    extras: Extras,
+    p: Plan, problem: Problem, do: Tensor, q: Tensor, k: Tensor, v: Tensor, work: Workspace, dq: Tensor, extras: Extras
 ) -> tuple[Any, ...]:  # fmt: skip
     """Of :func:`.backward_split.attn_bwd_dq_hopper`."""
     c = p.dq_config
@@ -338,7 +423,7 @@ def dq_arguments(
     blocks = [Block(x, *four_axes(x), box) for x, box in ((q, rows), (do, rows), (k, keys), (v, keys), (dq, rows))]
     stored = (dq, _strides(dq)) if c.packed else (None, ())
     return (
-        *blocks, *stored, stats[0], stats[1], extras.cu_seqlens_q, extras.cu_seqlens_k, extras.seqused_k, variant, args,
+        *blocks, *stored, work.lse_log2, work.delta, extras.cu_seqlens_q, extras.cu_seqlens_k, extras.seqused_k, variant, args,
         unit_log2, problem.softmax_scale, *p.dq_sizes, p.dq_constants,
     )  # fmt: skip
 
@@ -358,22 +443,22 @@ def _descriptor(block: Block) -> TensorDescriptor:
 
 def jobs(
     p: Plan, problem: Problem, do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    extras: Extras, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, stats: tuple[Tensor, Tensor],
-    acc: Tensor | None, delta_rows: Tensor | None,
+    extras: Extras, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, work: Workspace, delta_rows: Tensor | None,
 ) -> list[tuple[Any, int, tuple[Any, ...]]]:  # fmt: skip
     """(kernel, grid, arguments) of every launch of one backward, in order."""
-    zeroed = None if p.config.whole_head else acc
-    before = before_arguments(p, problem, do, dlse, out, lse, extras, stats, delta_rows, zeroed)
+    before = before_arguments(p, problem, do, dlse, out, lse, extras, work, delta_rows)
     found: list[tuple[Any, int, tuple[Any, ...]]] = [(attn_bwd_before_kernel, p.stat_blocks, before)]
     if dk is not None and dv is not None:
         main = attn_bwd_hopper if p.config.d <= 128 else attn_bwd_wide_hopper
-        found.append((main, p.grid, fused_arguments(p, problem, do, q, k, v, stats, dq, dk, dv, acc, extras)))
+        found.append((main, p.grid, fused_arguments(p, problem, do, q, k, v, work, dq, dk, dv, extras)))
     if p.config.whole_head:
         return found
-    if dq is not None and acc is not None:
-        found.append((attn_bwd_after_kernel, p.stat_blocks, after_arguments(p, problem, extras, acc, dq)))
-    elif dq is not None:
-        found.append((attn_bwd_dq_hopper, p.dq_grid, dq_arguments(p, problem, do, q, k, v, stats, dq, extras)))
+    summed = dq is not None and p.config.dq
+    programs = (p.stat_blocks if summed else 0) + (2 * p.key_programs if dk is not None else 0)
+    if programs:
+        found.append((attn_bwd_after_kernel, programs, after_arguments(p, problem, extras, work, dq, dk, dv)))
+    if dq is not None and not summed:
+        found.append((attn_bwd_dq_hopper, p.dq_grid, dq_arguments(p, problem, do, q, k, v, work, dq, extras)))
     return found
 
 
@@ -382,8 +467,9 @@ class Backward:
 
     Called with tensors of these layouts, it fills the gradients that are not None (dk and dv come together). The tensors
     of the first call must pass :func:`supports`. A call that wants only dQ or only dK and dV takes the split kernels;
-    heads wider than 128, which have none, compute all three. Memory beyond the gradients: 8 bytes per query row, and
-    without split kernels 4 bytes per element of dQ (1 kB per row of wide heads). ``config`` and ``l2_bytes`` are for tuning.
+    heads wider than 128, which have none, compute all three. Memory beyond the gradients: 8 bytes per query row;
+    without split kernels 4 bytes per element of dQ; and where a group is shared out, 4 bytes per share and element of dK
+    and dV (all of them 1 kB per row of wide heads, up to one block per head more). ``config``, ``l2_bytes``: for tuning.
     """
 
     def __init__(
@@ -411,7 +497,7 @@ class Backward:
             self.copy_do = bool(tma_reason("do", do))
             config, multiprocessors = self.config, target_of(device).multiprocessors
             if width(self.problem) <= 128 and (dq is None or dk is None):
-                config = config or split_tiles(self.problem)
+                config = config or shared(split_tiles(self.problem), self.problem, multiprocessors)
             self.plan = plan(self.problem, self.deterministic, config, self.l2_bytes, multiprocessors)
             self.offsets = [4 * n for n in accumulate(self.plan.workspace, initial=0)]  # in bytes; the last is the end
         if self.plan.config.d > 128:
@@ -420,34 +506,30 @@ class Backward:
             do = do.clone(memory_format=torch.contiguous_format)  # contiguous() keeps a dense tensor at a bad address
         delta_rows = torch.empty_like(lse) if dsink is not None else None
         tensors = (do, dlse, q, k, v, out, lse, *extras, dq, dk, dv, delta_rows)
-        workspace = lse.new_empty(self.offsets[-1] >> 2)  # one allocation, and addresses instead of views of it
+        memory = lse.new_empty(self.offsets[-1] >> 2)  # one allocation, and addresses instead of views of it
         if first:
             # Told apart even where one comes twice, as in flash_attn(x, x, x).
-            tensors = (*(None if x is None else x.detach() for x in tensors), *self._parts(workspace))
+            tensors = (*(None if x is None else x.detach() for x in tensors), *workspace(self.plan, memory))
             for kernel, grid, arguments in self._jobs(tensors):
                 compiled = kernel[(grid,)](*for_triton(arguments), num_warps=4)
                 self.launches.append((Launch(compiled, arguments, tensors), grid))
         else:
-            start = workspace.data_ptr()
+            start = memory.data_ptr()
             where = [0 if x is None else x.data_ptr() for x in tensors]
             where += [start + offset for offset in self.offsets]
             for number, (launch, grid) in enumerate(self.launches):
                 if not launch.launch(grid, device.index, where):  # Triton's own path serves
-                    own = (*tensors, *self._parts(workspace))
+                    own = (*tensors, *workspace(self.plan, memory))
                     launch.compiled[(grid, 1, 1)](*for_triton(self._jobs(own)[number][2]))
         if dsink is not None and delta_rows is not None and extras.learnable_sink is not None:
             dsink.copy_(sink.gradient(extras.learnable_sink, lse, delta_rows, lse.dim() - 2))
 
-    def _parts(self, workspace: Tensor) -> list[Tensor | None]:
-        """The workspace's tensors, None for those of no elements."""
-        return [x if x.numel() else None for x in workspace.split(self.plan.workspace)]
-
     def _jobs(self, tensors: tuple[Tensor | None, ...]) -> list[tuple[Any, int, tuple[Any, ...]]]:
-        do, dlse, q, k, v, out, lse, *extras, dq, dk, dv, delta_rows, stat0, stat1, acc = tensors
+        do, dlse, q, k, v, out, lse, *extras, dq, dk, dv, delta_rows = tensors[: -len(Workspace._fields)]
+        work = Workspace(*tensors[-len(Workspace._fields) :])  # type: ignore[arg-type]
         return jobs(
-            self.plan, self.problem, do, dlse, q, k, v, out, lse, Extras(*extras), dq, dk, dv, (stat0, stat1), acc,
-            delta_rows,
-        )  # fmt: skip
+            self.plan, self.problem, do, dlse, q, k, v, out, lse, Extras(*extras), dq, dk, dv, work, delta_rows
+        )
 
 
 def backward(
