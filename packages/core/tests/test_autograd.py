@@ -249,10 +249,10 @@ def test_deterministic_default(default, monkeypatch):
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: default)
     real = ops.attention
 
-    def spy(q, k, v, extras, options, return_max):
+    def spy(q, k, v, extras, options, *flags):
         *_, deterministic, _impl = options
         seen.append(deterministic)
-        return real(q, k, v, extras, options, return_max)
+        return real(q, k, v, extras, options, *flags)
 
     monkeypatch.setattr(ops, "attention", spy)
     q = torch.randn(1, 1, 3, 8)

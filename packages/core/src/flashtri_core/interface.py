@@ -496,10 +496,10 @@ def _call(
     options = (max_q, max_k, *numbers, dropout_p, deterministic, impl)
     if not (q.stride(-1) == k.stride(-1) == v.stride(-1) == 1):  # kernels read rows; flash-attn copies the rest as well
         q, k, v = (x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous() for x in (q, k, v))
-    out, lse, row_max = ops.attention(q, k, v, extras, options, return_max_logits)
+    out, lse, row_max = ops.attention(q, k, v, extras, options, return_lse, return_max_logits)
     if not (return_lse or return_max_logits):
         return out
-    results = [out]
+    results: list[Tensor | None] = [out]
     if return_lse:
         results.append(lse)
     if row_max is not None and return_max_logits:

@@ -79,7 +79,7 @@ def _remember(key: tuple[Any, ...], plan: Any) -> Any:
 
 def _is_elsewhere(x: Tensor) -> bool:
     """On a GPU that is not the current one, where kernels would be launched?"""
-    return x.is_cuda and x.get_device() != torch.cuda.current_device()
+    return x.is_cuda and x.get_device() != torch.accelerator.current_device_index()  # torch.cuda's takes four calls
 
 
 def _forward(
@@ -221,23 +221,23 @@ def _fwd_backward(ctx: Any, do: Tensor | None, dlse: Tensor | None, _row_max: Te
 class _Eager(torch.autograd.Function):
     """The same without the dispatcher, which costs more than a small attention itself.
 
-    Every argument costs time as well: those that have no gradient are packed.
+    Every argument and every output costs time as well: what has no gradient is packed, and LSE is an output on demand.
     """
 
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, _sink: Tensor | None, _bias: Tensor | None, extras: Extras,
-        options: tuple[Any, ...], return_max: bool,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-        output = _forward(q, k, v, extras, options, return_max)
+        options: tuple[Any, ...], return_lse: bool, return_max: bool,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+        out, lse, row_max = output = _forward(q, k, v, extras, options, return_max)
         _save(ctx, q, k, v, extras, options, output)
-        return output
+        return out, lse if return_lse else None, row_max
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None, _row_max: Tensor | None) -> tuple[Any, ...]:
         # create_graph=True: a second derivative would be asked of these gradients
         bwd = _by_operator if torch.is_grad_enabled() else _backward
-        return *_gradients(ctx, bwd, do, dlse, ctx.needs_input_grad[:5]), None, None, None
+        return *_gradients(ctx, bwd, do, dlse, ctx.needs_input_grad[:5]), None, None, None, None
 
 
 _PLAIN = {Tensor, Parameter}
@@ -255,9 +255,9 @@ def looked_into(*tensors: Tensor) -> bool:
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: tuple[Any, ...], return_max: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(out, lse, row_max) by the shortest road, row_max only where asked for; ``options`` as the operators list them.
+    q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: tuple[Any, ...], return_lse: bool, return_max: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(out, lse, row_max) by the shortest road; ``options`` as the operators list them, and no promise of what is not asked for.
 
     Plain tensors in eager mode go to the launcher directly; everybody else gets the operator.
     """
@@ -265,7 +265,7 @@ def attention(
         return torch.ops.flashtri.fwd(q, k, v, *extras, *options, return_max)  # type: ignore[no-any-return]
     sink, bias = extras.learnable_sink, extras.attn_bias
     if torch.is_grad_enabled() and any([x is not None and x.requires_grad for x in (q, k, v, sink, bias)]):  # noqa: C419
-        return _Eager.apply(q, k, v, sink, bias, extras, options, return_max)  # type: ignore[no-any-return, no-untyped-call]
+        return _Eager.apply(q, k, v, sink, bias, extras, options, return_lse, return_max)  # type: ignore[no-any-return, no-untyped-call]
     return _forward(q, k, v, extras, options, return_max)
 
 
