@@ -1,5 +1,6 @@
 """What autograd, checkpointing and the operator registry may rely on."""
 
+import contextlib
 import gc
 import itertools
 import weakref
@@ -259,6 +260,35 @@ def test_deterministic_default(default, monkeypatch):
     flash_attn(q, q, q)
     flash_attn(q, q, q, deterministic=not default)
     assert seen == [default, not default]
+
+
+def test_the_tensors_device_is_current_while_plans_are_made_and_run(monkeypatch):
+    """Kernels are launched on the current device; in both passes it is looked at once, for all launches together."""
+    current, seen = ["another"], []
+
+    @contextlib.contextmanager
+    def entered(device):
+        current.append(str(device))
+        yield
+        current.pop()
+
+    def watched(make):
+        def plan(*arguments):
+            seen.append(current[-1])
+            run = make(*arguments)
+            return lambda *tensors: (seen.append(current[-1]), run(*tensors))
+
+        return plan
+
+    monkeypatch.setattr(ops, "_plans", {})
+    monkeypatch.setattr(ops, "_is_elsewhere", lambda x: current[-1] != str(x.device))
+    monkeypatch.setattr(torch.cuda, "device", entered)
+    for name in ("forward_plan", "backward_plan"):
+        monkeypatch.setattr(dispatch, name, watched(getattr(dispatch, name)))
+    q = torch.randn(1, 1, 3, 8, requires_grad=True)
+    flash_attn(q, q, q).sum().backward()
+    assert seen == ["cpu"] * 4
+    assert current == ["another"]
 
 
 @lanes()

@@ -226,9 +226,9 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, _sink: Tensor | None, _bias: Tensor | None, extras: Extras,
-        options: tuple[Any, ...], return_lse: bool, return_max: bool,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, _sink: Tensor | None, _bias: Tensor | None, rest: tuple[Any, ...]
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        extras, options, return_lse, return_max = rest
         out, lse, row_max = output = _forward(q, k, v, extras, options, return_max)
         _save(ctx, q, k, v, extras, options, output)
         return out, lse if return_lse else None, row_max
@@ -237,7 +237,7 @@ class _Eager(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None, _row_max: Tensor | None) -> tuple[Any, ...]:
         # create_graph=True: a second derivative would be asked of these gradients
         bwd = _by_operator if torch.is_grad_enabled() else _backward
-        return *_gradients(ctx, bwd, do, dlse, ctx.needs_input_grad[:5]), None, None, None, None
+        return *_gradients(ctx, bwd, do, dlse, ctx.needs_input_grad[:5]), None
 
 
 _PLAIN = {Tensor, Parameter}
@@ -257,7 +257,7 @@ def looked_into(*tensors: Tensor) -> bool:
 def attention(
     q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: tuple[Any, ...], return_lse: bool, return_max: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(out, lse, row_max) by the shortest road; ``options`` as the operators list them, and no promise of what is not asked for.
+    """(out, lse, row_max), None or anything for what is not asked for; ``options`` are the operators' after the tensors.
 
     Plain tensors in eager mode go to the launcher directly; everybody else gets the operator.
     """
@@ -265,7 +265,7 @@ def attention(
         return torch.ops.flashtri.fwd(q, k, v, *extras, *options, return_max)  # type: ignore[no-any-return]
     sink, bias = extras.learnable_sink, extras.attn_bias
     if torch.is_grad_enabled() and any([x is not None and x.requires_grad for x in (q, k, v, sink, bias)]):  # noqa: C419
-        return _Eager.apply(q, k, v, sink, bias, extras, options, return_lse, return_max)  # type: ignore[no-any-return, no-untyped-call]
+        return _Eager.apply(q, k, v, sink, bias, (extras, options, return_lse, return_max))  # type: ignore[no-any-return, no-untyped-call]
     return _forward(q, k, v, extras, options, return_max)
 
 
