@@ -86,15 +86,13 @@ def flash_attn(
     Source: Dao, FlashAttention-2 (2023), algorithms 1 and 2.
     """
     q, k, v = _cast(q, k, v)
-    _check_tensors(q, k, v, 4)
+    shape = _check_tensors(q, k, v, 4)
     _check_bools(FLAGS, return_lse, return_max_logits, validate)
-    batch, heads_q, nq, _ = q.shape
-    nk = k.shape[2]
     extras, numbers, p = _check_features(
-        q, k, (batch, heads_q, nq, nk), causal, softmax_scale, window_size, softcap, alibi_slopes,
+        q, k, shape, causal, softmax_scale, window_size, softcap, alibi_slopes,
         learnable_sink, attn_bias, attn_mask, dropout_p, seqused_k, deterministic, impl, validate,
     )  # fmt: skip
-    return _call(q, k, v, extras, nq, nk, numbers, p, deterministic, impl, return_lse, return_max_logits)
+    return _call(q, k, v, extras, shape[2], shape[3], numbers, p, deterministic, impl, return_lse, return_max_logits)
 
 
 def flash_attn_varlen(
@@ -156,9 +154,7 @@ def flash_attn_varlen(
         (7, 2, 8)
     """
     q, k, v = _cast(q, k, v)
-    _check_tensors(q, k, v, 3)
-    if v.shape[0] != k.shape[0]:
-        raise ValueError(f"v must have k's rows {k.shape[0]}, got {v.shape[0]}")
+    _, heads, total_q, total_k = _check_tensors(q, k, v, 3)
     _check_bools(FLAGS, return_lse, return_max_logits, validate)
     max_q, max_k = _check_max("max_seqlen_q", max_seqlen_q), _check_max("max_seqlen_k", max_seqlen_k)
     cu_q, starts_q = _check_cu("cu_seqlens_q", cu_seqlens_q, q, validate)
@@ -169,11 +165,11 @@ def flash_attn_varlen(
         )
     lengths = None
     if starts_q is not None and starts_k is not None:
-        _check_starts("cu_seqlens_q", starts_q, q.shape[0], max_q)
-        lengths = _check_starts("cu_seqlens_k", starts_k, k.shape[0], max_k)
+        _check_starts("cu_seqlens_q", starts_q, total_q, max_q)
+        lengths = _check_starts("cu_seqlens_k", starts_k, total_k, max_k)
     sequences = cu_q.shape[0] - 1
     extras, numbers, p = _check_features(
-        q, k, (sequences, q.shape[1], max_q, max_k), causal, softmax_scale, window_size, softcap, alibi_slopes,
+        q, k, (sequences, heads, max_q, max_k), causal, softmax_scale, window_size, softcap, alibi_slopes,
         learnable_sink, attn_bias, attn_mask, dropout_p, seqused_k, deterministic, impl, validate, lengths,
     )  # fmt: skip
     extras = extras._replace(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
@@ -205,11 +201,10 @@ def supports(q: Tensor, k: Tensor, v: Tensor, *, impl: str = "auto", **features:
             raise TypeError(f"unknown keyword {sorted(unknown)[0]!r}")
         options.update(features)
         q, k, v = _cast(q, k, v)
-        _check_tensors(q, k, v, 4)
+        shape = _check_tensors(q, k, v, 4)
         _check_bools(FLAGS, *flags)
-        shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
         extras, numbers, p = _check_features(q, k, shape, *options.values(), impl, flags[2])  # type: ignore[call-arg]
-        problem = describe(q, k, v, extras, q.shape[2], k.shape[2], *numbers, p)
+        problem = describe(q, k, v, extras, shape[2], shape[3], *numbers, p)
         asked = options["deterministic"]
         deterministic = torch.are_deterministic_algorithms_enabled() if asked is None else asked
         return dispatch.choose(problem, q.device, impl, deterministic)
@@ -289,7 +284,8 @@ def _refuse_transforms(**tensors: Tensor | None) -> None:
             )
 
 
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor, dim: int) -> None:
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor, dim: int) -> tuple[int, int, int, int]:
+    """(batch, query heads, query rows, key rows); packed tensors, ``dim`` 3, are a single batch."""
     if (  # what all three must share, asked in one go
         q.is_nested or k.is_nested or v.is_nested
         or not (q.layout is k.layout is v.layout is torch.strided)
@@ -299,13 +295,13 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, dim: int) -> None:
     ):  # fmt: skip
         _refuse_tensors(q, k, v, dim)
     if dim == 4:
-        (batch, hq, _, d), (k_batch, hk, nk, d_k), (v_batch, hv, nv, d_v) = q.shape, k.shape, v.shape
+        (batch, hq, nq, d), (k_batch, hk, nk, d_k), (v_batch, hv, nv, d_v) = q.shape, k.shape, v.shape
         if not batch == k_batch == v_batch:
             raise ValueError(f"k and v must have q's batch size {batch}, got {k_batch} and {v_batch}")
-        if nv != nk:
-            raise ValueError(f"v must have k's length {nk}, got {nv}")
     else:
-        (_, hq, d), (_, hk, d_k), (_, hv, d_v) = q.shape, k.shape, v.shape
+        batch, (nq, hq, d), (nk, hk, d_k), (nv, hv, d_v) = 1, q.shape, k.shape, v.shape
+    if nv != nk:
+        raise ValueError(f"v must have k's {'length' if dim == 4 else 'rows'} {nk}, got {nv}")
     if not (1 <= d <= MAX_HEAD_DIM and 1 <= d_k <= MAX_HEAD_DIM and 1 <= d_v <= MAX_HEAD_DIM):
         name, n = next((name, n) for name, n in zip("qkv", (d, d_k, d_v), strict=True) if not 1 <= n <= MAX_HEAD_DIM)
         raise ValueError(f"{name}: head dimension must be 1 to {MAX_HEAD_DIM}, got {n}")
@@ -315,6 +311,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, dim: int) -> None:
         raise ValueError(f"v must have k's heads {hk}, got {hv}")
     if hk < 1 or hq < 1 or hq % hk:
         raise ValueError(f"q's heads must be a positive multiple of k's, got {hq} and {hk}")
+    return batch, hq, nq, nk
 
 
 def _refuse_tensors(q: Tensor, k: Tensor, v: Tensor, dim: int) -> None:
