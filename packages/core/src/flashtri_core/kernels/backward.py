@@ -10,7 +10,7 @@ program ever adds to memory that another one writes: no atomics, and bitwise equ
 from __future__ import annotations
 
 from .._jit import jit, tl
-from ..variants.attn_bias import tile_pointers
+from ..variants.attn_bias import in_memory, load_tile, tile_pointers
 from ..variants.attn_mask import any_visible
 from .forward import masked_scores
 from .schedule import block_bounds, dense_tile, packed_tile, span_of
@@ -160,17 +160,23 @@ def attn_bwd_dq_kernel(
             last = full_lo if span == 0 else (full_hi if span == 1 else hi)
             for start_n in range(first, last, BLOCK_N):
                 if not HAS_MASK or any_visible(zi, h, start_m, start_n, mask):
-                    offs_n = start_n + tl.arange(0, BLOCK_N)
+                    # said to be aligned: only then is a bias or mask read 16 bytes at a time
+                    offs_n = tl.multiple_of(start_n + tl.arange(0, BLOCK_N), BLOCK_N)
+                    i, j = offs_m[:, None], offs_n[None, :]
+                    if part > 0:  # what the batch entries before this one gave, asked for before the products
+                        before = load_tile(z // SHARE, h, i, j, Nq, dbias, span != 1)
                     k = load_rows(k_base, stride_k, start_n, nk, HEAD_DIM, BLOCK_N, BLOCK_D, span != 1)
                     v = load_rows(v_base, stride_v, start_n, nk, HEAD_DIM_V, BLOCK_N, BLOCK_DV, span != 1)
                     p, ds, dqk = p_and_ds(
                         tl.dot(q, tl.trans(k)), tl.dot(do, tl.trans(v)), lse_log2[:, None], delta[:, None],
-                        zi, h, start_m, start_n, offs_m[:, None], offs_n[None, :], Nq, nk,
+                        zi, h, start_m, start_n, i, j, Nq, nk,
                         variant, args, mask, unit_log2, span != 1, span != 1, HAS_MASK,
                     )  # fmt: skip
                     dq = tl.dot(dqk.to(k.dtype), k, dq)
+                    if part > 0:
+                        ds += before.to(tl.float32)
                     if WITH_DBIAS:
-                        add_dbias(dbias, ds, z // SHARE, h, offs_m[:, None], offs_n[None, :], Nq, nk, part > 0, SHARE)
+                        store_dbias(dbias, ds, z // SHARE, h, i, j, Nq, nk, span != 1)
         dq *= softmax_scale
         store_rows(head_base(DQ, stride_dq, zb, h, q_row0), stride_dq, start_m, Nq, dq, HEAD_DIM, BLOCK_M, BLOCK_D)
         if SHARE > 1:
@@ -178,13 +184,12 @@ def attn_bwd_dq_kernel(
 
 
 @jit
-def add_dbias(dbias, ds, z, h, i, j, Nq, Nk, again, SHARE: tl.constexpr):
-    """A tile of dBias: stored by the first of the batch entries that share it, added to by the next ones in turn."""
+def store_dbias(dbias, ds, z, h, i, j, Nq, Nk, EDGE: tl.constexpr):
+    """Write a tile of dBias; EDGE as in :func:`~..variants.attn_bias.in_memory`, keys past ``Nk`` (seqused_k) get 0."""
+    if EDGE:
+        ds = tl.where(j < Nk, ds, 0.0)
     ptrs = tile_pointers(z, h, i, j, dbias)
-    there = (i < Nq) & (j < Nk)
-    if SHARE > 1:
-        ds += tl.load(ptrs, mask=there & again, other=0.0).to(tl.float32)
-    tl.store(ptrs, ds.to(dbias[0].dtype.element_ty), mask=there)
+    tl.store(ptrs, ds.to(dbias[0].dtype.element_ty), mask=in_memory(i, j, Nq, dbias, EDGE))
 
 
 # --8<-- [end:bwd-dq]

@@ -73,7 +73,8 @@ def attn_fwd_kernel(
         last = full_lo if span == 0 else (full_hi if span == 1 else hi)
         for start_n in range(first, last, BLOCK_N):
             if not HAS_MASK or any_visible(z, h, start_m, start_n, mask):
-                offs_n = start_n + tl.arange(0, BLOCK_N)
+                # said to be aligned: only then is a bias or mask read 16 bytes at a time
+                offs_n = tl.multiple_of(start_n + tl.arange(0, BLOCK_N), BLOCK_N)
                 k = load_rows(k_base, stride_k, start_n, Nk, HEAD_DIM, BLOCK_N, BLOCK_D, span != 1)  # [BLOCK_N, BLOCK_D]
                 s = variant.score(tl.dot(q, tl.trans(k)), args.score)  # [BLOCK_M, BLOCK_N]
                 i, j = offs_m[:, None], offs_n[None, :]

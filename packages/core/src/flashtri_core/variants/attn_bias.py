@@ -24,19 +24,39 @@ def tile_pointers(z, h, i, j, args):
     rows = i
     if args[5] is not None:
         rows = i.to(tl.int64)
-    base = args[0] + z.to(tl.int64) * args[1] + h.to(tl.int64) * args[2]
-    return base + rows * args[3] + j * args[4]
+    start = z.to(tl.int64) * args[1] + h.to(tl.int64) * args[2]
+    rows = rows * args[3]
+    if args[6] is not None:
+        start = tl.multiple_of(start, 8)
+        rows = tl.multiple_of(rows, [8, 8])
+    return args[0] + start + rows + j * args[4]
+
+
+@jit
+def in_memory(i, j, Nq, args, EDGE: tl.constexpr):
+    """bool [BLOCK_M, BLOCK_N]: entries of rows below Nq. EDGE: the tile may reach past the last key, which is looked at.
+
+    The limit is the tensor's own width, known to be a multiple of 8 where it is one: eight neighbours are there or not there
+    together then, and are read or written in one go.
+    """
+    there = i < Nq
+    if EDGE and args[6] is not None:
+        there = there & (j < args[6] * 8)
+    elif EDGE and args[7] is not None:
+        there = there & (j < args[7])
+    return there
+
+
+@jit
+def load_tile(z, h, i, j, Nq, args, EDGE: tl.constexpr):
+    """The tile [BLOCK_M, BLOCK_N], 0 where it is not :func:`in_memory`."""
+    return tl.load(tile_pointers(z, h, i, j, args), mask=in_memory(i, j, Nq, args, EDGE), other=0)
 
 
 @jit
 def add(s, z, h, i, j, Nq, Nk, args, EDGE: tl.constexpr):
-    """``s`` in natural units. Away from the edge only rows are checked, so that a row of the tile is read in one go."""
-    ptrs = tile_pointers(z, h, i, j, args)
-    if EDGE:
-        bias = tl.load(ptrs, mask=(i < Nq) & (j < Nk), other=0.0)
-    else:
-        bias = tl.load(ptrs, mask=i < Nq, other=0.0)
-    return s + bias.to(tl.float32)
+    """``s`` in natural units."""
+    return s + load_tile(z, h, i, j, Nq, args, EDGE).to(tl.float32)
 
 
 def check(bias: object, name: str, shape: tuple[int, int, int, int], device: object, boolean: bool) -> None:
@@ -71,6 +91,12 @@ def broadcast_strides(bias: Tensor) -> tuple[int, ...]:
 
 
 def pointer_args(x: Tensor) -> tuple[Any, ...]:
-    """(tensor, its strides with 0 on broadcast axes, wide): wide is None unless one head spans 2^31 elements."""
-    strides = broadcast_strides(x)
-    return (x, *strides, 1 if strides[2] * x.shape[2] >= 1 << 31 else None)
+    """(tensor, its strides with 0 on broadcast axes, wide, eighths, keys) of a 4-D tensor.
+
+    wide is None unless one head spans 2^31 elements. eighths is keys / 8 where that and all strides but the last are whole
+    multiples of 8 and keys are adjacent, None elsewhere; keys is the last axis, None where that is broadcast.
+    """
+    strides, keys = broadcast_strides(x), x.shape[3]
+    even = strides[3] == 1 and not (strides[0] | strides[1] | strides[2] | keys) & 7
+    wide = 1 if strides[2] * x.shape[2] >= 1 << 31 else None
+    return (x, *strides, wide, keys // 8 if even else None, None if keys == 1 else keys)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._jit import jit, tl
-from .attn_bias import pointer_args, tile_pointers
+from .attn_bias import load_tile, pointer_args
 
 SUMMARY_BLOCK = 128  # every tile of every kernel lies inside one block of the summary
 
@@ -29,12 +29,7 @@ def any_visible(z, h, m0, n0, args):
 @jit
 def visible(z, h, i, j, Nq, Nk, args, EDGE: tl.constexpr):
     """bool [BLOCK_M, BLOCK_N]: the mask's tile."""
-    ptrs = tile_pointers(z, h, i, j, args[0])
-    if EDGE:
-        shown = tl.load(ptrs, mask=(i < Nq) & (j < Nk), other=0)
-    else:
-        shown = tl.load(ptrs, mask=i < Nq, other=0)
-    return shown != 0
+    return load_tile(z, h, i, j, Nq, args[0], EDGE) != 0
 
 
 def kernel_args(mask: Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
