@@ -35,6 +35,7 @@ class BackwardConfig:
     dq: bool = True  # add dQ to the accumulator; False leaves it to the dQ kernel
     group_split: int = 1  # thread blocks that share the query heads of a key head; see group_split()
     heads_inner: bool = False  # one walk over the query rows for all heads of a thread block, from the last rows to the first
+    l2_bytes: int = 0  # of the heads that run side by side under a causal mask; 0: l2_bytes_of()
     whole_head: bool = False  # one thread block takes all key tiles of a head: no zeroing, a fixed order, no conversion pass
     consumer_regs: int = 240
     producer_regs: int = 24
@@ -295,9 +296,8 @@ def l2_bytes_of(problem: Problem) -> int:
 
 
 def plan(
-    problem: Problem, deterministic: bool, config: BackwardConfig | None = None, l2_bytes: int | None = None,
-    multiprocessors: int = 132,
-) -> Plan:  # fmt: skip
+    problem: Problem, deterministic: bool, config: BackwardConfig | None = None, multiprocessors: int = 132
+) -> Plan:
     """Grids and sizes; None means the shipped choice."""
     full = specialise(config or tiles(problem, deterministic, multiprocessors), problem)
     dq_config = specialise_dq(problem, full.block_m)
@@ -308,7 +308,7 @@ def plan(
     def together(pairs: int, rows: int) -> int:
         if problem.mask_kind == "full" and not problem.varlen:
             return 1
-        return max(1, min(pairs, (l2_bytes or l2_bytes_of(problem)) // max(1, rows * row_bytes)))
+        return max(1, min(pairs, (full.l2_bytes or l2_bytes_of(problem)) // max(1, rows * row_bytes)))
 
     shares, walked = heads_k * full.group_split, group // full.group_split
     blocks, second, grid = _tiling(problem, shares, problem.seqlen_k, problem.total_k, full.block_n)
@@ -317,7 +317,9 @@ def plan(
     if full.whole_head:
         grid = second
     pairs = shares if problem.varlen else second
-    side = pairs if full.heads_inner else together(pairs, walked * problem.seqlen_q)
+    side = together(pairs, walked * problem.seqlen_q)
+    if full.heads_inner and problem.mask_kind == "causal" and not full.l2_bytes:
+        side = pairs  # they are at the same rows
     sizes = (shares, walked, problem.seqlen_q, problem.seqlen_k, blocks, second, side, q_blocks)
     blocks, second, dq_grid = _tiling(problem, heads, problem.seqlen_q, problem.total_q, dq_config.block_m)
     side = together(heads if problem.varlen else second, problem.seqlen_k)
@@ -475,14 +477,13 @@ class Backward:
     of the first call must pass :func:`supports`. A call that wants only dQ or only dK and dV takes the split kernels;
     heads wider than 128, which have none, compute all three. Memory beyond the gradients: 8 bytes per query row;
     without split kernels 4 bytes per element of dQ; and where a group is shared out, 4 bytes per share and element of dK
-    and dV (all of them 1 kB per row of wide heads, up to one block per head more). ``config``, ``l2_bytes``: for tuning.
+    and dV (all of them 1 kB per row of wide heads, up to one block per head more). ``config`` is for tuning.
     """
 
     def __init__(
-        self, problem: Problem, deterministic: bool = False, config: BackwardConfig | None = None,
-        l2_bytes: int | None = None,
-    ) -> None:  # fmt: skip
-        self.problem, self.deterministic, self.config, self.l2_bytes = problem, deterministic, config, l2_bytes
+        self, problem: Problem, deterministic: bool = False, config: BackwardConfig | None = None
+    ) -> None:
+        self.problem, self.deterministic, self.config = problem, deterministic, config
         self.launches: list[tuple[Launch, int]] = []  # with their grids
         self.copy_do = False
 
@@ -504,7 +505,7 @@ class Backward:
             config, multiprocessors = self.config, target_of(device).multiprocessors
             if width(self.problem) <= 128 and (dq is None or dk is None):
                 config = config or shared(split_tiles(self.problem), self.problem, multiprocessors)
-            self.plan = plan(self.problem, self.deterministic, config, self.l2_bytes, multiprocessors)
+            self.plan = plan(self.problem, self.deterministic, config, multiprocessors)
             self.offsets = [4 * n for n in accumulate(self.plan.workspace, initial=0)]  # in bytes; the last is the end
         if self.plan.config.d > 128:
             dk, dv = (torch.empty_like(x) if y is None else y for x, y in ((k, dk), (v, dv)))
@@ -539,8 +540,7 @@ class Backward:
 
 
 def backward(
-    problem: Problem, *tensors: Any, deterministic: bool = False, config: BackwardConfig | None = None,
-    l2_bytes: int | None = None,
-) -> None:  # fmt: skip
+    problem: Problem, *tensors: Any, deterministic: bool = False, config: BackwardConfig | None = None
+) -> None:
     """One call without a plan to keep."""
-    Backward(problem, deterministic, config, l2_bytes)(*tensors)
+    Backward(problem, deterministic, config)(*tensors)
