@@ -243,6 +243,16 @@ def test_transforms_of_torch_func_are_refused(lane, transform):
         run()
 
 
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_tensor_left_over_from_a_transform(grad):
+    """torch.func.grad hands its function a wrapper, which outlives it here and has no address of its own."""
+    q, kept = torch.randn(1, 2, 5, 8), []
+    torch.func.grad(lambda x: (kept.append(x), x.sum())[1])(q)
+    with torch.set_grad_enabled(grad):
+        out = flash_attn(kept[0], q, q)
+    assert torch.equal(out, flash_attn(q, q, q))
+
+
 @pytest.mark.parametrize("default", [True, False])
 def test_deterministic_default(default, monkeypatch):
     """deterministic=None follows torch.are_deterministic_algorithms_enabled(); an explicit choice does not."""

@@ -240,6 +240,8 @@ class _Eager(torch.autograd.Function):
         return *_gradients(ctx, bwd, do, dlse, ctx.needs_input_grad[:5]), None
 
 
+#: ``_Eager.apply`` without the search for functorch that ``looked_into`` makes as well, and for less.
+_eager: Callable[..., Any] = super(torch.autograd.Function, _Eager).apply
 _PLAIN = {Tensor, Parameter}
 
 
@@ -250,6 +252,7 @@ def looked_into(*tensors: Tensor) -> bool:
         or not _PLAIN.issuperset(map(type, tensors))
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._functorch.peek_interpreter_stack() is not None
+        or any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors))  # left over from a transform that is done
         or torch._C._get_tracing_state() is not None
     )
 
@@ -265,7 +268,7 @@ def attention(
         return torch.ops.flashtri.fwd(q, k, v, *extras, *options, return_max)  # type: ignore[no-any-return]
     sink, bias = extras.learnable_sink, extras.attn_bias
     if torch.is_grad_enabled() and any([x is not None and x.requires_grad for x in (q, k, v, sink, bias)]):  # noqa: C419
-        return _Eager.apply(q, k, v, sink, bias, (extras, options, return_lse, return_max))  # type: ignore[no-any-return, no-untyped-call]
+        return _eager(q, k, v, sink, bias, (extras, options, return_lse, return_max))  # type: ignore[no-any-return]
     return _forward(q, k, v, extras, options, return_max)
 
 
