@@ -254,16 +254,18 @@ def same(call: Callable[[], object], recorder: Recorder) -> bool:
     return len(quick) == 4 and quick == slow
 
 
-def packed_is_same(impl: str, recorder: Recorder) -> bool:
+def packed_is_same(impl: str, heads: tuple[int, int], recorder: Recorder) -> bool:
     """The same of packed sequences with ALiBi and a sink: optional tensors, one of them inside a tuple of arguments."""
     from .. import flash_attn_varlen
 
     calls = []
-    do = torch.zeros(70, 2, 64, dtype=torch.bfloat16)
+    do = torch.zeros(70, heads[0], 64, dtype=torch.bfloat16)
     for _ in range(2):  # compiled with other tensors than it is repeated with
-        q, k, v = (torch.zeros(70, 2, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+        q, k, v = (
+            torch.zeros(70, n, 64, dtype=torch.bfloat16, requires_grad=True) for n in (heads[0], heads[1], heads[1])
+        )
         cu = torch.tensor([0, 30, 70], dtype=torch.int32)
-        slopes, sink = torch.zeros(2), torch.zeros(2, requires_grad=True)
+        slopes, sink = torch.zeros(heads[0]), torch.zeros(heads[0], requires_grad=True)
 
         def call(leaves: Any = (q, k, v, sink), cu: Any = cu, slopes: Any = slopes) -> Any:
             q, k, v, sink = leaves
@@ -301,8 +303,12 @@ def examine(impl: str, recorder: Recorder, timed: bool) -> dict[str, Any]:
             call()  # from now on every address is known
             again()
             calls[name] = calls_of(call)
+    packed = (
+        [(2, 2)] if impl == "triton" else [(2, 2), (16, 1)]
+    )  # 16: thread blocks of the Hopper backward share a group
     report: dict[str, Any] = {
-        "same": same(lambda: both(*others), recorder) and packed_is_same(impl, recorder),
+        "same": same(lambda: both(*others), recorder)
+        and all(packed_is_same(impl, heads, recorder) for heads in packed),
         "replanned": replanned,
         "calls": calls,
     }
