@@ -106,8 +106,8 @@ def group_split(problem: Problem, block_n: int, multiprocessors: int) -> int:
 
     - the multiprocessors are busy: thread blocks fill their waves to nine tenths, and under a causal mask, where they
       differ in length, there are SHARE_TASKS for each multiprocessor;
-    - Q, dO and the dQ accumulator of a causal share fit SHARE_L2: thread blocks that begin at different rows drift apart and
-      read them at different times. Where they begin and end together, they share what they read anyway;
+    - Q, dO and the dQ accumulator of a causal share fit SHARE_L2, so that the tiles of several run side by side, longest first:
+      those of a single one, the last, would begin late with a long tile;
 
     and no more than leave a share SHARE_ROWS rows of work for its traffic, and take the memory of the dQ accumulator once
     more. Packed sequences get a share for every eight heads: all else depends on what they are packed with.
