@@ -10,7 +10,9 @@ It prints JSON, for the plain and for the Hopper kernels:
               for q, k and v and then with three others?
 ``replanned`` plans made after the first iteration of a training loop
 ``calls``     calls of Python functions and built-ins from this package, in one forward and in one backward
-``us``        with ``--time``: microseconds of this CPU for a forward without gradients, and for forward and backward
+``us``        with ``--time``: microseconds of this CPU for a forward without gradients, one with them, and forward and
+              backward; each in a loop of nothing else, and after work that has filled the processor's caches, which is
+              how a model calls it
 
 What a GPU adds: the driver's own share of a launch, and autograd's hand-over of every backward to the device's thread and
 back, which on a virtual machine can cost more than all of the above. ``torch.autograd.set_multithreading_enabled(False)``
@@ -245,6 +247,18 @@ def microseconds(call: Callable[[], object], calls: int = 40, rounds: int = 60) 
     return round(sorted(samples)[2], 1)
 
 
+def cold_microseconds(call: Callable[[], object], calls: int = 1000) -> float:
+    """Of one call after a megabyte or two has passed through the caches: the tenth best of a hundred."""
+    other_work = torch.zeros(1 << 19)
+    samples = []
+    for _ in range(calls):
+        other_work.add_(1)
+        start = time.perf_counter_ns()
+        call()
+        samples.append((time.perf_counter_ns() - start) / 1000)
+    return round(sorted(samples)[calls // 10], 1)
+
+
 def same(call: Callable[[], object], recorder: Recorder) -> bool:
     """Does a repeated call of both passes hand over by the quick path what Triton's own does? Four launches."""
     with same_memory() as again:
@@ -313,9 +327,15 @@ def examine(impl: str, recorder: Recorder, timed: bool) -> dict[str, Any]:
         "calls": calls,
     }
     if timed:
-        with torch.no_grad():
-            alone = microseconds(forward)
-        report["us"] = {"forward": alone, "forward and backward": microseconds(lambda: both(*others))}
+        us: dict[str, tuple[float, float]] = {}
+        for name, way, gradients in (
+            ("forward", forward, False),
+            ("forward with gradients", forward, True),
+            ("forward and backward", lambda: both(*others), True),
+        ):
+            with torch.set_grad_enabled(gradients):
+                us[name] = microseconds(way), cold_microseconds(way)
+        report["us"] = us
     return report
 
 
