@@ -122,6 +122,16 @@ def test_block_bounds_keep_the_order_and_cover_once():
             assert all(n >= full_lo and n + size <= full_hi for n in range(b, c, size))
 
 
+@pytest.mark.parametrize("mask", MASK_ARGS, ids=name_of)
+def test_places_say_what_keep_says(mask):
+    """One unsigned comparison of ``place`` hides what ``keep`` hides, in int32."""
+    module, args = mask
+    for nq, nk in itertools.product(SIZES, SIZES):
+        for i, j in itertools.product(range(nq), range(nk)):
+            a, b, width = plain(module.place)(i, j, nq, nk, args)
+            assert 0 <= width < 1 << 31 and ((a - b) % 2**32 <= width) == plain(module.keep)(i, j, nq, nk, args)
+
+
 @pytest.mark.parametrize("descending", [True, False])
 @pytest.mark.parametrize("blocks", [1, 2, 5])
 @pytest.mark.parametrize(("batch_heads", "group"), [(1, 1), (6, 1), (6, 4), (7, 3), (5, 5)])

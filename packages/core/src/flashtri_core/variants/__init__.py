@@ -56,6 +56,7 @@ def assemble(problem: Problem, extras: Extras) -> tuple[Variant, VariantArgs, fl
     behind = problem.mask_kind == "causal" or (problem.mask_kind == "window" and problem.window[1] == 0)
     variant = Variant(
         keep=mask.keep,
+        place=mask.place,
         kv_range=mask.kv_range,
         q_range=mask.q_range,
         score=hooks[0],

@@ -29,6 +29,11 @@ def keep(i, j, Nq, Nk, args):
 
 
 @jit
+def place(i, j, Nq, Nk, args):
+    return i + (Nk - Nq), j, 0x7FFFFFFF
+
+
+@jit
 def kv_range(m0, m1, Nq, Nk, args):
     offset = Nk - Nq
     hi = tl.minimum(tl.maximum(m1 + offset, 0), Nk)

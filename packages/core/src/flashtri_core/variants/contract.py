@@ -10,6 +10,8 @@ Index tiles: ``i`` query rows [BLOCK_M, 1] and ``j`` keys [1, BLOCK_N], int32, c
 
 =============  ==================================================================================================
 ``keep``        ``(i, j, Nq, Nk, args) -> bool tile``: which keys the mask shows (the kernel itself checks j < Nk)
+``place``       ``(i, j, Nq, Nk, args) -> a, b, width``: the same as ``0 <= a - b <= width`` in int32, for kernels that hide
+                scores by one unsigned comparison
 ``kv_range``    ``(m0, m1, Nq, Nk, args) -> lo, full_lo, full_hi, hi``: keys that rows [m0, m1) can see. Tiles outside
                 [lo, hi) are skipped, tiles inside [full_lo, full_hi) run without ``keep``
 ``q_range``     the same four bounds in query rows, for keys [n0, n1)
@@ -35,6 +37,7 @@ class Variant(NamedTuple):
     """The jit functions of one call; see the module docstring."""
 
     keep: Any
+    place: Any
     kv_range: Any
     q_range: Any
     score: Any

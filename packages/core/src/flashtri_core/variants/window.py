@@ -24,6 +24,11 @@ def keep(i, j, Nq, Nk, args):
 
 
 @jit
+def place(i, j, Nq, Nk, args):
+    return j, i + (Nk - Nq) - args[0], args[0] + args[1]
+
+
+@jit
 def kv_range(m0, m1, Nq, Nk, args):
     first = m0 + (Nk - Nq)  # the diagonal at the first and at the last row
     last = m1 - 1 + (Nk - Nq)

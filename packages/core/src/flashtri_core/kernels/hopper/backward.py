@@ -56,7 +56,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..schedule import dense_tile, packed_tile, span_of
-from .common import named_barrier_wait, tma_load, tma_store
+from .common import ANY, OR_ZERO, named_barrier_wait, select, tma_load, tma_store
 from .forward import barriers, clear_rows
 
 _SharedMemory = gl.shared_memory_descriptor  # a method that lost its underscore after Triton 3.6
@@ -463,10 +463,10 @@ def step(
     slope = variant.slope(t.z, h, args.alibi)
     p = gl.exp2(variant.alibi(raw, slope, i, j, t.Nq, t.Nk) * unit_log2 - lse_log2[None, :])
     if MASK:
-        keep = variant.keep(i, j, t.Nq, t.Nk, args.mask)
+        a, b, width = variant.place(i, j, t.Nq, t.Nk, args.mask)
+        p = select(p, a, b, width, OR_ZERO)
         if C.ragged_keys:
-            keep = keep & (j < t.Nk)
-        p = gl.where(keep, p, 0.0)
+            p = select(p, t.Nk - 1, j, ANY, OR_ZERO)
     p16 = gl.convert_layout(p.to(dtype), P_LAYOUT)
     p = variant.score_grad(p, raw, args.score)  # linear in its first argument: applied here, no raw score stays alive
     if C.early_dv:

@@ -31,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..schedule import dense_tile, packed_tile, span_of
 from .backward import CLEARED, HALF, first_block, ring, store_rows
-from .common import named_barrier_wait, tma_load
+from .common import ANY, OR_ZERO, named_barrier_wait, select, tma_load
 from .forward import barriers, clear_rows, key_blocks
 
 # A predicated no-op that reads every P. Without it ptxas sinks all exp2 below the wait for dP, where they overlap with
@@ -151,10 +151,11 @@ def ds_of(
     raw = variant.score(s, args.score)
     slope = variant.slope(z, h, args.alibi)
     p = gl.exp2(variant.alibi(raw, slope, i, j, Nq, Nk) * unit_log2 - lse_log2[:, None])
-    keep = j < Nk
     if MASK:
-        keep = keep & variant.keep(i, j, Nq, Nk, args.mask)
-        p = gl.where(keep, p, 0.0)
+        a, b, width = variant.place(i, j, Nq, Nk, args.mask)
+        p = select(p, a, b, width, OR_ZERO)
+        if C.past_end:
+            p = select(p, Nk - 1, j, ANY, OR_ZERO)
     slope = variant.score_grad(p, raw, args.score)  # linear in its first argument: applied here, no raw score stays alive
     gl.inline_asm_elementwise(PIN, PIN_OPERANDS, [p], dtype=gl.int8, is_pure=False, pack=32)
     mbarrier.wait(bars.k_full.index(k_stage), k_phase)  # known to be satisfied: a branch that keeps the wait below exp2
@@ -162,7 +163,7 @@ def ds_of(
     mbarrier.arrive(bars.v_empty.index(v_stage), count=1)
     ds = slope * (dp - delta[:, None])
     if MASK and (C.packed or C.used):
-        ds = gl.where(keep, ds, 0.0)  # V of a foreign key may be NaN
+        ds = select(ds, Nk - 1, j, ANY, OR_ZERO)  # V of a foreign key may be NaN
     return gl.convert_layout(ds.to(tiles.k.dtype), P_LAYOUT)
 
 

@@ -45,7 +45,7 @@ from .backward import (
     store_rows,
     store_share,
 )
-from .common import named_barrier_wait, tma_load
+from .common import ANY, OR_ZERO, named_barrier_wait, select, tma_load
 from .forward import barriers, clear_rows, tile_pair
 
 SHARE = gl.constexpr(32)  # query rows per warpgroup when scores are computed
@@ -177,10 +177,10 @@ def step(
     slope = variant.slope(t.z, h, args.alibi)
     p = gl.exp2(variant.alibi(raw, slope, i, j, t.Nq, t.Nk) * unit_log2 - lse_log2[None, :])
     if MASK:
-        keep = variant.keep(i, j, t.Nq, t.Nk, args.mask)
+        a, b, width = variant.place(i, j, t.Nq, t.Nk, args.mask)
+        p = select(p, a, b, width, OR_ZERO)
         if C.ragged_keys:
-            keep = keep & (j < t.Nk)
-        p = gl.where(keep, p, 0.0)
+            p = select(p, t.Nk - 1, j, ANY, OR_ZERO)
     tiles.p.index(buffer).slice(WG * SHARE, SHARE, 1).store(p.to(dtype))
     p = variant.score_grad(p, raw, args.score)  # linear in its first argument
     # known to be satisfied: a branch, which keeps ptxas from hoisting the wait for dP above exp2

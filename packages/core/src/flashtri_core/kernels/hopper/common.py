@@ -57,6 +57,22 @@ def named_barrier_arrive(barrier, MINE: gl.constexpr, THREADS: gl.constexpr):
     )
 
 
+# Written as one, comparison and selection stay together. Apart, ptxas makes all comparisons first, has not the predicate
+# registers for that, packs them into the bits of integers and unpacks those again: three times the operations.
+_SELECT = "{ .reg .pred p; .reg .s32 x; sub.s32 x, $2, $3; setp.le.u32 p, x, $4; selp.f32 $0, $1, %s, p; }"
+OR_ZERO = gl.constexpr(_SELECT % "0f00000000")
+OR_MINUS_INFINITY = gl.constexpr(_SELECT % "0fFF800000")
+ANY = gl.constexpr(0x7FFFFFFF)  # as width: nothing lies too far
+
+
+@gluon.jit
+def select(x, a, b, width, OTHERWISE: gl.constexpr):
+    """The tile x where 0 <= a - b <= width, elsewhere what ``OTHERWISE`` says; a, b and width int32 that broadcast to x."""
+    return gl.inline_asm_elementwise(
+        OTHERWISE, "=f,f,r,r,r", [x, a, b, width], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
 # ------------------------------------------------------------------------------------------------------ on the host
 def descriptor_layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
     """Swizzled shared-memory layout that TMA writes and wgmma reads, for a tile of shape ``block``."""

@@ -44,7 +44,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..schedule import dense_tile, packed_tile, span_of
 from ..softmax import LARGE_LOG2, LN2, LOG2E, LOWEST
-from .common import named_barrier_arrive, named_barrier_wait, tma_load, tma_store
+from .common import ANY, OR_MINUS_INFINITY, named_barrier_arrive, named_barrier_wait, select, tma_load, tma_store
 
 SLOT_FIELDS = gl.constexpr(7)  # start_m, z, h, first query row, first key row, Nq, Nk
 TURN = gl.constexpr(8)  # named barriers: TURN + w is warpgroup w's turn,
@@ -252,10 +252,10 @@ def scores(s, row, start_n, slope, Nq, Nk, variant, args, MASK: gl.constexpr, S_
     s = variant.score(s, args.score)
     s = variant.alibi(s, slope, i, j, Nq, Nk)
     if MASK:
-        keep = variant.keep(i, j, Nq, Nk, args.mask)
+        a, b, width = variant.place(i, j, Nq, Nk, args.mask)
+        s = select(s, a - b, 0, width, OR_MINUS_INFINITY)  # subtracted here, where two rows share differences
         if C.past_end:
-            keep = keep & (j < Nk)
-        s = gl.where(keep, s, float("-inf"))
+            s = select(s, Nk - 1, j, ANY, OR_MINUS_INFINITY)
     return s
 
 

@@ -70,6 +70,7 @@ class DqConfig:
     mask_last: bool = False
     right_edge: bool = False
     left_edge: bool = False
+    past_end: bool = True  # as in ForwardConfig
 
 
 SHARE_ROWS, SHARE_TASKS, SHARE_L2 = 1024, 4, 16 << 20  # of group_split(): chosen by arithmetic, not measured yet
@@ -229,6 +230,7 @@ def specialise_dq(problem: Problem, block_stat: int) -> DqConfig:
         mask_last=kind != "full" or not even,
         right_edge=kind != "full",
         left_edge=MASKS[kind].KV_LEFT_EDGE,
+        past_end=kind == "full" or problem.window[1] > 0,
     )
 
 

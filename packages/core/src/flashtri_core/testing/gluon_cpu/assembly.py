@@ -18,6 +18,9 @@ _BARRIER = re.compile(r"bar\.(sync|arrive) \$1, (\d+); mov\.b32 \$0, \$1")
 _ACCESS = re.compile(r"(@!?p )?(st|red)\.relaxed\.gpu\.global(?:\.add)?\.v4\.f32 \[\$(\d+)\+(\d+)\], \{([$\d,]+)\}")
 _LOAD = re.compile(r"ld\.relaxed\.gpu\.global\.v4\.f32 \{([$\d,]+)\}, \[\$(\d+)\+(\d+)\]")
 _PREDICATE = re.compile(r"setp\.ne\.s32 p, \$(\d+), 0")
+_SELECT = re.compile(
+    r"\{ \.reg \.pred p; \.reg \.s32 x; sub\.s32 x, \$2, \$3; setp\.le\.u32 p, x, \$4; selp\.f32 \$0, \$1, 0f(\w{8}), p"
+)
 _WITHOUT_EFFECT = re.compile(r"\.reg .*|mov\.[bu]32 .*|or\.b32 .*|setp\.lt\.s32 q, t, 0|@q nanosleep\.u32 1|")
 
 
@@ -41,6 +44,10 @@ def inline_asm_elementwise(
     if text == "tanh.approx.f32 $0, $1":
         exact = np.tanh(x.data)  # the instruction's relative error is 2^-11, which rounding to float16 makes as well
         return Value(np.where(np.abs(exact) < 2**-12, exact, exact.astype(np.float16)).astype(np.float32), tl.float32)
+    if select := _SELECT.fullmatch(text):
+        a, b, width = (np.asarray(getattr(arg, "data", arg)) for arg in args[1:])
+        otherwise = np.uint32(int(select[1], 16)).view(np.float32)
+        return Value(np.where((a - b) % 2**32 <= width, x.data, otherwise), tl.float32)
     lines, outputs = text.split("; "), constraints.count("=")
     inputs = [registers(np.broadcast_to(arg.data, x.shape)) for arg in args]
     results = np.zeros(inputs[0].shape, np.float32)
