@@ -161,7 +161,7 @@ def test_nan_reaches_the_rows_that_see_it(lane, where, hide):
     clean = lane.run(given, backward=False)
     entry, scores = {  # what is NaN, and which scores (batch, head, row, key) are
         "q": ((0, 1, 7), (0, 1, 7)),
-        "k": ((0, 0, 15), (0, slice(0, 2), slice(None), 15)),
+        "k": ((0, 0, key), (0, slice(0, 2), slice(None), key)),
         "attn_bias": ((0, 1, 7, key), (0, 1, 7, key)),
         "alibi_slopes": (2, (0, 2)),
     }[where]

@@ -396,7 +396,7 @@ FAULTS = {
     "O stored without a fence": ("forward.finish_tile", "fence_async_shared()", "pass", "lacks fence_async_shared"),
     "O sent too early": ("forward.send_output", "mbarrier.wait(bars.o_full.", "(bars.o_full.", "TMA load fills|out"),
     "a tile taken before it is announced": ("forward.await_tile", "mbarrier.wait(", "(", "deadlock|out"),
-    "one key too many": ("forward.scores", "j < Nk", "j <= Nk", "lse"),
+    "one key too many": ("forward.scores", "Nk - 1, j", "Nk, j", "lse"),
     "the wrong key head": ("forward.producer", "hk = h // sizes.group", "hk = h % 2", "out"),
     "a tile left out": ("forward.next_tile", "gl.atomic_add(COUNTER, 1)", "gl.atomic_add(COUNTER, 2)", "out"),
     "a row too many": (
@@ -459,7 +459,7 @@ FAULTS = {
     "dQ to the wrong half": ("backward.step", "DQ_ACC, block * 2 + WG,", "DQ_ACC, block * 2 + 1 - WG,", "dq"),
     "the accumulator not zeroed": ("backward_ends.attn_bwd_before_kernel", "tl.store(zeros,", "(zeros,", "dq"),
     "delta without the gradient of LSE": ("backward_ends.attn_bwd_before_kernel", "delta -= ", "delta += ", "dq.*dk"),
-    "the mask left out": ("backward.step", "p = gl.where(keep, p, 0.0)", "pass", "dv"),
+    "the mask left out": ("backward.step", "p = select(p, a, b, width, OR_ZERO)", "pass", "dv"),
     "stores not waited for": ("backward.consumer", "tma.store_wait(0)", "pass", "not waited for"),
 }
 

@@ -121,6 +121,26 @@ def resources(kernel: Any, capability: int, disassemble: bool = False) -> Compil
     )
 
 
+def main_loops(sass: str) -> list[list[str]]:
+    """The instructions of each innermost loop that holds tensor-core instructions, in the order of the listing."""
+    labels: dict[str, int] = {}
+    code: list[str] = []
+    for line in sass.splitlines():
+        if found := re.match(r"(\.L_x_\d+):", line):
+            labels[found[1]] = len(code)
+        elif found := re.search(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
+            code.append(found[1])
+    loops = []
+    for at, text in enumerate(code):
+        target = re.search(r"BRA.*`\((\.L_x_\d+)\)", text)
+        if target and labels.get(target[1], at + 1) <= at:
+            body = range(labels[target[1]], at)
+            if any("HGMMA" in code[i] for i in body):
+                loops.append(body)
+    inner = [a for a in loops if not any(b != a and b[0] >= a[0] and b[-1] <= a[-1] for b in loops)]
+    return [[code[i] for i in body] for body in inner]
+
+
 def check_hopper(kernel: Compiled, most: int) -> None:
     """A kernel for sm_90 fits and stores at most ``most`` bytes of registers; one of the Hopper kernels uses wgmma and TMA.
 

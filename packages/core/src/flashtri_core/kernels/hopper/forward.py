@@ -46,7 +46,7 @@ from ..schedule import dense_tile, packed_tile, span_of
 from ..softmax import LARGE_LOG2, LN2, LOG2E, LOWEST
 from .common import ANY, OR_MINUS_INFINITY, named_barrier_arrive, named_barrier_wait, select, tma_load, tma_store
 
-SLOT_FIELDS = gl.constexpr(7)  # start_m, z, h, first query row, first key row, Nq, Nk
+SLOT_FIELDS = gl.constexpr(8)  # start_m, z, h, first query row, first key row, Nq, Nk, and 1.0
 TURN = gl.constexpr(8)  # named barriers: TURN + w is warpgroup w's turn,
 RELEASE_K = gl.constexpr(11)  # RELEASE_K + stage and RELEASE_V + stage stand for k_empty and v_empty when there are
 RELEASE_V = gl.constexpr(13)  # two stages
@@ -183,6 +183,19 @@ def release(bar, NAMED: gl.constexpr, stage, C: gl.constexpr):
         named_barrier_arrive(NAMED + stage, 128, 32 + 128 * C.warpgroups)
     else:
         mbarrier.arrive(bar.index(stage), count=1)
+
+
+@gluon.jit
+def one_after_release(turn, tiles, C: gl.constexpr):
+    """1, to multiply with what is needed next. ptxas, for which nothing depends on a release, moves it to the step's end.
+
+    As a number in shared memory that is read after the release, 1 is such a thing. Releases through mbarriers stay in place.
+    """
+    if C.named_release:
+        one = slot_field(tiles.slots, turn % 2, 7, 4).to(gl.float32, bitcast=True)
+    else:
+        one = 1.0
+    return one
 
 
 @gluon.jit
@@ -366,6 +379,7 @@ def step(
     pass_turn(WG, C)
     s = wait_qk(s, C)
     release(bars.k_empty, RELEASE_K, k_stage, C)
+    unit_log2 = unit_log2 * one_after_release(turn, tiles, C)
     s = scores(s, row, block * C.block_n, slope, Nq, Nk, variant, args, MASK, S_LAYOUT, C)
     p, alpha, m_log2 = probabilities(s, m_log2, unit_log2, False)
     parts = row_parts(p, C)
@@ -374,6 +388,7 @@ def step(
     mbarrier.wait(bars.v_full.index(k_stage), k_phase)
     acc = wait_pv(acc, C)
     release(bars.v_empty, RELEASE_V, v_stage, C)
+    alpha = alpha * one_after_release(turn, tiles, C)
     p16 = gl.convert_layout(p.to(p16.dtype), P_LAYOUT)  # after the wait: before it, Triton 3.8's ptxas serialises wgmma
     return rescale(acc, alpha, C), p16, m_log2, l_i
 
@@ -486,6 +501,8 @@ def announce(turn, start_m, z, h, q_row0, k_row0, Nq, Nk, tiles, bars, C: gl.con
         write_slot(tiles.slots, slot, 4, k_row0)
         write_slot(tiles.slots, slot, 5, Nq)
         write_slot(tiles.slots, slot, 6, Nk)
+    if C.named_release:
+        write_slot(tiles.slots, slot, 7, 0x3F800000)  # see one_after_release
     mbarrier.arrive(bars.slot_full.index(slot), count=1)
 
 

@@ -68,7 +68,7 @@ THREE_BLOCKS = ForwardConfig(block_m=64, block_n=64, warpgroups=1, kv_stages=3, 
 TWO_BLOCKS = ForwardConfig(block_m=64, block_n=64, warpgroups=1, turns=False, resident=2)  # D <= 128
 
 #: For D <= 64 and long rows of plain tiles: more warpgroups hide more of one another's latency, and share K and V.
-THREE_WARPGROUPS = ForwardConfig(block_m=192, warpgroups=3, kv_stages=4, consumer_regs=160, producer_regs=32)
+THREE_WARPGROUPS = ForwardConfig(block_m=192, warpgroups=3, kv_stages=3, consumer_regs=160, producer_regs=32)
 
 
 def tiles(problem: Problem) -> ForwardConfig:
@@ -86,10 +86,8 @@ def tiles(problem: Problem) -> ForwardConfig:
         return TWO_BLOCKS
     if width > 64:
         return ForwardConfig(named_release=True, l2_bytes=(32 if problem.seqlen_k <= 2048 else 64) * MB)
-    if not others and problem.seqlen_q >= 2048:
+    if (not others and problem.seqlen_q >= 2048) or (others == {"causal"} and problem.seqlen_q >= 8192):
         return THREE_WARPGROUPS
-    if others == {"causal"} and problem.seqlen_q >= 8192:
-        return replace(THREE_WARPGROUPS, kv_stages=2)
     return THREE_BLOCKS
 
 
