@@ -168,11 +168,12 @@ def test_three_blocks_share_a_multiprocessor(sm90):
 
 
 def delays(sass):
-    """How many instructions after the wait for O, the last of a step, V's buffer is released; for each main loop."""
+    """How many instructions after the wait for O V's buffer is released, in each loop over key blocks."""
     found = []
     for loop in aot.main_loops(sass):
-        wait = max(n for n, text in enumerate(loop) if "WARPGROUP.DEPBAR" in text)
-        found += [n for n, text in enumerate(loop[wait:]) if "BAR.ARV" in text][:1] or [len(loop)]
+        waits = [n for n, text in enumerate(loop) if "WARPGROUP.DEPBAR" in text]
+        if any("gsb0, 0x0" not in loop[n] for n in waits):  # the wait for S leaves products with V in flight
+            found += [n for n, text in enumerate(loop[waits[-1] :]) if "BAR.ARV" in text][:1] or [len(loop)]
     return found
 
 
