@@ -172,7 +172,7 @@ def delays(sass):
     found = []
     for loop in aot.main_loops(sass):
         waits = [n for n, text in enumerate(loop) if "WARPGROUP.DEPBAR" in text]
-        if any("gsb0, 0x0" not in loop[n] for n in waits):  # the wait for S leaves products with V in flight
+        if len(waits) == 2 and "gsb0, 0x0" not in loop[waits[0]]:  # the wait for S leaves products with V in flight
             found += [n for n, text in enumerate(loop[waits[-1] :]) if "BAR.ARV" in text][:1] or [len(loop)]
     return found
 
