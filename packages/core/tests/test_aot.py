@@ -43,7 +43,7 @@ FEATURE_SPILLS = {
     ("bias", 80, 256): {"dbias": 24},
     ("bias", 86, 256): {"fwd": 16},
     ("mask", 86, 256): {"fwd": 56},
-    ("mask", 90, 256): {"fwd": 296, "dkdv": 4052, "dq": 1472},
+    ("mask", 90, 256): {"fwd": 300, "dkdv": 4052, "dq": 1472},
 }
 
 #: Bytes that ptxas may spill far below the 255 registers of a thread: it does so to fit one more program on an SM.
