@@ -84,7 +84,6 @@ def test_whole_head_refuses_what_it_would_get_wrong():
 @pytest.mark.parametrize(("d", "change", "words"), [
     (64, dict(block_m=64), "block_m"), (128, dict(block_m=128), "block_m"), (128, dict(late_dk=True), "late_dk"),
     (64, dict(whole_head=True, dq=False), "whole_head"), (64, dict(whole_head=True, group_split=2), "group_split"),
-    (64, dict(whole_head=True, heads_inner=True), "heads_inner"), (256, dict(heads_inner=True), "heads_inner"),
     (128, dict(group_split=0), "group_split"), (128, dict(group_split=4), "group_split: must divide the 2 query heads"),
 ])  # fmt: skip
 def test_configurations_that_do_not_fit_are_refused(d, change, words):
@@ -276,20 +275,6 @@ def test_shared_groups_compile_well(sm90, d, split, deterministic):
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("causal", [False, True])
-def test_heads_inner_compiles_well(sm90, causal, deterministic):
-    """One loop over rows and heads needs fewer registers than one inside the other."""
-    tensors = dense(128, heads=(8, 1), dtype=torch.bfloat16)
-    p = problem(*tensors, causal=causal)
-    for split in (1, 2):
-        changes = dict(heads_inner=True, group_split=split)
-        config = dataclasses.replace(hopper.tiles(p, deterministic, 132), **changes)
-        for kernel in compiled(p, Extras(), tensors, deterministic, config):
-            assert_good(kernel, most=16)
-
-
-@pytest.mark.aot
 @pytest.mark.parametrize("causal", [False, True])
 def test_late_dk_compiles_well(sm90, causal):
     """At D = 64, where it is not shipped."""
@@ -382,40 +367,31 @@ def run(p, q, k, v, do, out, lse, dlse=None, extras=Extras(), deterministic=Fals
     return (dq, dk, dv) if dsink is None else (dq, dk, dv, dsink)
 
 
-PATHS = ("fused", "split", "late dK", "whole head", "shared fused", "shared split", "inner fused")
+PATHS = ("fused", "split", "late dK", "whole head", "shared fused", "shared split")
 
 
 def paths_of(p):
     """The ways to run a problem's backward: arguments by name."""
+    share = {"group_split": p.heads_q // p.heads_k}
+    shared = {"shared fused": dict(config=dataclasses.replace(hopper.fused_tiles(p), **share))}
     if hopper.width(p) > 128:
-        return {"wide": {}}
+        return {"wide": {}} | shared
     split = hopper.split_tiles(p)
     found = {
         "fused": {},
         "split": dict(config=dataclasses.replace(split, late_dk=False)),
         "late dK": dict(config=dataclasses.replace(split, late_dk=True, q_stages=3)),
-    }
+        "shared split": dict(config=dataclasses.replace(split, **share)),
+    } | shared
     return found if hopper.whole_head_reason(p) else found | {"whole head": dict(config=hopper.whole_head(p))}
 
 
-def grouped_paths_of(p):
-    """Those that several query heads per key head have besides: a head a thread block, and one walk for all heads."""
-    share, fused = {"group_split": p.heads_q // p.heads_k}, hopper.fused_tiles(p)
-    found = {"shared fused": dict(config=dataclasses.replace(fused, **share))}
-    if hopper.width(p) <= 128:
-        split = hopper.split_tiles(p)
-        found["shared split"] = dict(config=dataclasses.replace(split, **share))
-        found["inner fused"] = dict(config=dataclasses.replace(fused, heads_inner=True))
-        found["inner split"] = dict(config=dataclasses.replace(split, heads_inner=True))
-    return found
-
-
-def check(p, q, k, v, do, extras=Extras(), with_dlse=True, paths=paths_of):
+def check(p, q, k, v, do, extras=Extras(), with_dlse=True):
     """All paths inside the project's error budget against same-dtype eager attention, measured against fp64."""
     dlse = randn(*q.shape[:3], dtype=torch.float32, seed=9) if with_dlse else None
     out, lse, exact = eager_gradients(p, q, k, v, do, dlse, extras, torch.float64)
     eager = eager_gradients(p, q, k, v, do, dlse, extras, q.dtype)[2]
-    for path, kw in paths(p).items():
+    for path, kw in paths_of(p).items():
         found = run(p, q, k, v, do, out.to(q.dtype), lse.float(), dlse, extras, **kw)
         for name, x, truth, base in zip(("dq", "dk", "dv", "dsink"), found, exact, eager, strict=False):
             err, own = (x.double() - truth).abs(), (base.double() - truth).abs()
@@ -465,18 +441,6 @@ def test_features(name, d):
     left = 150 if name == "all" else -1
     p = problem(q, k, v, extras, causal=True, softcap=capped, softmax_scale=scale, window_left=left)
     check(p, q, k, v, do, extras)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["full", "causal", "window", "all"])
-@pytest.mark.parametrize("d", [64, 96, 128, 256])
-def test_groups(d, kind):
-    q, k, v, do = qkvo(d, heads=(8, 2))
-    sink, slopes = (torch.linspace(-1, 2, 8, device="cuda") if kind == "all" else None for _ in range(2))
-    extras = Extras(alibi_slopes=slopes, learnable_sink=sink)
-    window = (100, 30) if kind == "window" else (-1, -1)
-    p = problem(q, k, v, extras, causal=kind in ("causal", "all"), window_left=window[0], window_right=window[1])
-    check(p, q, k, v, do, extras, paths=grouped_paths_of)
 
 
 @pytest.mark.gpu
@@ -577,7 +541,7 @@ def test_a_thousand_runs_are_bitwise_equal(d, causal, path):
     p = problem(q, k, v, causal=causal)
     out, lse, _g = eager_gradients(p, q, k, v, do, None, Extras(), torch.float64)
     out, lse = out.to(q.dtype), lse.float()
-    kw = (paths_of(p) | grouped_paths_of(p))[path]
+    kw = paths_of(p)[path]
     want = run(p, q, k, v, do, out, lse, **kw)
     load = torch.randn(2048, 2048, device="cuda")
     side = torch.cuda.Stream()

@@ -208,15 +208,6 @@ def test_shared_groups(name, group, split, monkeypatch, poisoned):
     check(dataclasses.replace(SHARED[name], heads=heads, d=d), BFLOAT, seed=split)
 
 
-@pytest.mark.parametrize(("group", "split"), [(3, 1), (4, 2)])
-@pytest.mark.parametrize("name", SHARED)
-def test_heads_inner(name, group, split, monkeypatch, poisoned):
-    """A thread block takes a block of rows of all its heads before the next one."""
-    use(launch_backward, {"group_split": split, "heads_inner": True}, monkeypatch)
-    d = (64, 128)[(split + len(name)) % 2]
-    check(dataclasses.replace(SHARED[name], heads=(2 * group, 2), d=d), BFLOAT, seed=split)
-
-
 @pytest.mark.parametrize(("name", "d", "dv"), [("causal", 192, 128), ("full, ragged", 136, 136), ("packed", 256, 256)])
 def test_shared_groups_of_wide_heads(name, d, dv, monkeypatch, poisoned):
     use(launch_backward, {"group_split": 2}, monkeypatch)
@@ -448,13 +439,6 @@ FAULTS = {
         "load_half(k_desc, zb, t.hk % 2,",
         "dq",
         {"group_split": 2},
-    ),
-    "rows of the next head": (
-        "backward.place_of",
-        "h += n % C.walked",
-        "h += (n + 1) % C.walked",
-        "dk|dv",
-        {"heads_inner": True},
     ),
     "dQ to the wrong half": ("backward.step", "DQ_ACC, block * 2 + WG,", "DQ_ACC, block * 2 + 1 - WG,", "dq"),
     "the accumulator not zeroed": ("backward_ends.attn_bwd_before_kernel", "tl.store(zeros,", "(zeros,", "dq"),

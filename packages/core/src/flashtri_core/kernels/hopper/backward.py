@@ -18,9 +18,7 @@ heads enough for every multiprocessor, and short ones: their dQ has to stay in L
 One step takes BLOCK_M query rows of one head; the heads of a GQA group follow one another, so that dK and dV are summed
 in registers. With ``C.group_split > 1`` a group is shared out: each share of its heads has a thread block per key tile,
 which stores its dK and dV in fp32, and the conversion pass adds the shares up in a fixed order. Everything here takes
-shares for key heads then: ``hk`` counts them, ``sizes.heads`` and ``sizes.group`` are their number and their query heads. With
-``C.heads_inner`` a thread block takes a block of rows of all its heads before the next, from the last to the first: under a
-causal mask thread blocks then begin at the same rows, whatever their keys, and find them in L2 while they keep pace.
+shares for key heads then: ``hk`` counts them, ``sizes.heads`` and ``sizes.group`` are their number and their query heads.
 dQ's product needs dS of all 128 keys: each warpgroup writes its dS^T to shared memory, waits for the other's
 and computes one 64 x 64 half of the dQ tile (half the columns at D = 128, half the rows at D = 64).
 
@@ -138,10 +136,7 @@ class Sizes(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """The key tile of this thread block and the query rows that see it: [lo, hi), of which [free_lo, free_hi) unmasked.
-
-    In blocks of BLOCK_M rows or, with ``C.heads_inner``, in steps; ``last`` is the last block.
-    """
+    """The key tile of this thread block and the query rows that see it: [lo, hi), of which [free_lo, free_hi) unmasked."""
 
     z: Any
     hk: Any
@@ -155,7 +150,6 @@ class Tile(NamedTuple):
     free_lo: Any
     free_hi: Any
     hi: Any
-    last: Any
 
 
 # ---------------------------------------------------------------------------------------------------------- schedule
@@ -208,33 +202,7 @@ def locate(turn, sizes, CU_Q, CU_K, USED_K, variant, args, C: gl.constexpr):
     if C.ragged_keys:  # a tile that the keys do not fill masks every score
         free_lo = gl.where(start_n + C.block_n > Nk, hi, free_lo)
         free_hi = gl.maximum(free_hi, free_lo)
-    last = hi - 1
-    if C.heads_inner:  # from the last block to the first, all heads of a block in turn
-        free_lo, free_hi = (hi - free_hi) * C.walked, (hi - gl.maximum(lo, free_lo)) * C.walked
-        hi = (hi - lo) * C.walked
-        lo = hi * 0
-    return Tile(z, hk, start_n, q_row0, k_row0, Nq, k_rows, Nk, lo, free_lo, free_hi, hi, last)
-
-
-@gluon.jit
-def walks_of(sizes, C: gl.constexpr):
-    """How often a thread block walks over its query rows: once per head, or once for all."""
-    walks = sizes.group
-    if C.heads_inner:
-        walks = 1
-    return walks
-
-
-@gluon.jit
-def place_of(n, h, block0, t, sizes, C: gl.constexpr):
-    """The n-th step of the walk that begins with head h -> head, block of rows in the head, and its number among all."""
-    m = n
-    block = block0 + n
-    if C.heads_inner:
-        m = t.last - n // C.walked
-        h += n % C.walked
-        block = block0 + n % C.walked * sizes.q_blocks + m
-    return h, m, block
+    return Tile(z, hk, start_n, q_row0, k_row0, Nq, k_rows, Nk, lo, free_lo, free_hi, hi)
 
 
 @gluon.jit
@@ -302,17 +270,16 @@ def producer(
         mbarrier.expect(bars.k_full.index(0), 4 * HALF * C.d)
         load_half(k_desc, zb, t.hk // C.group_split, t.k_row0 + t.start_n, bars.k_full.index(0), tiles.k)
         before = count
-        for g in range(walks_of(sizes, C)):
-            first = t.hk * sizes.group + g
-            block0 = first_query_block(t.z, first, t.q_row0, sizes, C)
-            for n in range(t.lo, t.hi):
-                h, m, block = place_of(n, first, block0, t, sizes, C)
+        for g in range(sizes.group):
+            h = t.hk * sizes.group + g
+            block0 = first_query_block(t.z, h, t.q_row0, sizes, C)
+            for m in range(t.lo, t.hi):
                 row = t.q_row0 + m * C.block_m
-                load_q(q_desc, lse_desc, zb, h, row, block, count, tiles, bars, C)
+                load_q(q_desc, lse_desc, zb, h, row, block0 + m, count, tiles, bars, C)
                 if count == before:
                     mbarrier.expect(bars.v_full.index(0), 4 * HALF * C.d)
                     load_half(v_desc, zb, t.hk // C.group_split, t.k_row0 + t.start_n, bars.v_full.index(0), tiles.v)
-                load_do(do_desc, delta_desc, zb, h, row, block, count, tiles, bars, C)
+                load_do(do_desc, delta_desc, zb, h, row, block0 + m, count, tiles, bars, C)
                 count += 1
 
 
@@ -420,17 +387,16 @@ def clear_foreign_queries(tiles, q_stage, do_stage, valid, WG: gl.constexpr, C: 
 
 @gluon.jit
 def step(
-    dk, dv, count, n, h, block0, t, seen, sizes, unit_log2, variant, args, DQ_ACC, tiles, bars, WG: gl.constexpr,
-    MASK: gl.constexpr, S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, DQ_LAYOUT: gl.constexpr, C: gl.constexpr,
+    dk, dv, count, h, m, block, t, seen, unit_log2, variant, args, DQ_ACC, tiles, bars, WG: gl.constexpr, MASK: gl.constexpr,
+    S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, DQ_LAYOUT: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
-    """BLOCK_M query rows of a head: dK, dV of this warpgroup's keys, and this warpgroup's half of the rows' dQ.
+    """BLOCK_M query rows of head h: dK, dV of this warpgroup's keys, and this warpgroup's half of the rows' dQ.
 
     Blocks from ``seen`` on have met an earlier key tile of this thread block. With ``C.late_dk`` a step's dK += dS^T Q
     is issued in the next step, under whose exp2 it runs; dS^T waits in shared memory.
     """
     BLOCK_M: gl.constexpr = C.block_m
     dtype: gl.constexpr = tiles.k.dtype
-    h, m, block = place_of(n, h, block0, t, sizes, C)
     q_stage, q_phase = ring(count, C.q_stages)
     do_stage, do_phase = ring(count, C.do_stages)
     buffer, ds_phase = ring(count, 2)
@@ -578,23 +544,21 @@ def consumer(
                     clear_rows(tiles.v.index(WG).reshape([HALF, C.d]), valid, HALF, C.d)
                     fence_async_shared()
                     named_barrier_wait(CLEARED, 128, 256)
-        EDGE_LO: gl.constexpr = C.edge_hi if C.heads_inner else C.edge_lo
-        EDGE_HI: gl.constexpr = C.edge_lo if C.heads_inner else C.edge_hi
-        for g in range(walks_of(sizes, C)):
+        for g in range(sizes.group):
             h = t.hk * sizes.group + g
             block0 = first_query_block(t.z, h, t.q_row0, sizes, C)
-            if EDGE_LO:
-                for n in range(t.lo, t.free_lo):
-                    dk, dv = step(dk, dv, count, n, h, block0, t, seen, sizes, unit_log2, variant, args, DQ_ACC, tiles, bars,
+            if C.edge_lo:
+                for m in range(t.lo, t.free_lo):
+                    dk, dv = step(dk, dv, count, h, m, block0 + m, t, seen, unit_log2, variant, args, DQ_ACC, tiles, bars,
                                   WG, True, S_LAYOUT, P_LAYOUT, DQ_LAYOUT, C)  # fmt: skip
                     count += 1
-            for n in range(gl.maximum(t.lo, t.free_lo), t.free_hi):
-                dk, dv = step(dk, dv, count, n, h, block0, t, seen, sizes, unit_log2, variant, args, DQ_ACC, tiles, bars,
+            for m in range(gl.maximum(t.lo, t.free_lo), t.free_hi):
+                dk, dv = step(dk, dv, count, h, m, block0 + m, t, seen, unit_log2, variant, args, DQ_ACC, tiles, bars,
                               WG, False, S_LAYOUT, P_LAYOUT, DQ_LAYOUT, C)  # fmt: skip
                 count += 1
-            if EDGE_HI:
-                for n in range(t.free_hi, t.hi):
-                    dk, dv = step(dk, dv, count, n, h, block0, t, seen, sizes, unit_log2, variant, args, DQ_ACC, tiles, bars,
+            if C.edge_hi:
+                for m in range(t.free_hi, t.hi):
+                    dk, dv = step(dk, dv, count, h, m, block0 + m, t, seen, unit_log2, variant, args, DQ_ACC, tiles, bars,
                                   WG, True, S_LAYOUT, P_LAYOUT, DQ_LAYOUT, C)  # fmt: skip
                     count += 1
         if C.late_dk:

@@ -34,12 +34,10 @@ class BackwardConfig:
     late_dk: bool = False  # a step's dK product runs under the next step's exp2; without dQ, which would need both
     dq: bool = True  # add dQ to the accumulator; False leaves it to the dQ kernel
     group_split: int = 1  # thread blocks that share the query heads of a key head; see group_split()
-    heads_inner: bool = False  # one walk over the query rows for all heads of a thread block, from the last rows to the first
     l2_bytes: int = 0  # of the heads that run side by side under a causal mask; 0: l2_bytes_of()
     whole_head: bool = False  # one thread block takes all key tiles of a head: no zeroing, a fixed order, no conversion pass
     consumer_regs: int = 240
     producer_regs: int = 24
-    walked: int = 1  # query heads that heads_inner takes in turn
     d: int = 128  # columns of the dQ accumulator
     tail: int = 0  # of Q and K past the first 128
     v_tail: int = 0
@@ -73,7 +71,7 @@ class DqConfig:
     past_end: bool = True  # as in ForwardConfig
 
 
-SHARE_ROWS, SHARE_TASKS, SHARE_L2 = 1024, 4, 16 << 20  # of group_split(): chosen by arithmetic, not measured yet
+SHARE_ROWS, SHARE_TASKS, SHARE_L2 = 1024, 4, 16 << 20  # of group_split(): by arithmetic, which NOTES_backward.md bears out
 
 
 def width(problem: Problem) -> int:
@@ -185,8 +183,6 @@ def specialise(config: BackwardConfig, problem: Problem) -> BackwardConfig:
         raise ValueError(f"group_split: must divide the {group} query heads of a key head, got {config.group_split}")
     if config.whole_head and config.group_split > 1:
         raise ValueError("group_split: not with whole_head, where one thread block takes all key tiles of all heads of a group")
-    if config.heads_inner and (config.whole_head or width(problem) > 128):
-        raise ValueError("heads_inner: head dimensions up to 128, and not with whole_head, whose dQ expects one order of tiles")
     if config.whole_head and whole_head_reason(problem):
         raise ValueError(whole_head_reason(problem))
     if config.dq and width(problem) <= 128 and config.block_m * width(problem) != 8192:  # two halves of 64 x 64
@@ -199,7 +195,6 @@ def specialise(config: BackwardConfig, problem: Problem) -> BackwardConfig:
     ragged = problem.varlen or problem.seqused or problem.seqlen_k % config.block_n != 0
     return replace(
         config,
-        walked=group // config.group_split if config.heads_inner else 1,
         d=width(problem),
         tail=_tail(problem.head_dim),
         v_tail=_tail(problem.head_dim_v),
@@ -318,10 +313,7 @@ def plan(
     key_programs = grid * (full.block_n // 64) // full.group_split if full.group_split > 1 else 0
     if full.whole_head:
         grid = second
-    pairs = shares if problem.varlen else second
-    side = together(pairs, walked * problem.seqlen_q)
-    if full.heads_inner and problem.mask_kind == "causal" and not full.l2_bytes:
-        side = pairs  # they are at the same rows
+    side = together(shares if problem.varlen else second, walked * problem.seqlen_q)
     sizes = (shares, walked, problem.seqlen_q, problem.seqlen_k, blocks, second, side, q_blocks)
     blocks, second, dq_grid = _tiling(problem, heads, problem.seqlen_q, problem.total_q, dq_config.block_m)
     side = together(heads if problem.varlen else second, problem.seqlen_k)
