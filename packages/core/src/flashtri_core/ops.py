@@ -62,8 +62,10 @@ _plans: dict[tuple[Any, ...], Any] = {}
 _PLAN_LIMIT = 4096
 
 
-def _plan_key(device: int, tensors: tuple[Tensor | None, ...], *options: Any) -> tuple[Any, ...]:
+def _plan_key(device: int, tensors: tuple[Tensor | None, ...], extras: Extras, *options: Any) -> tuple[Any, ...]:
     """What kernels depend on: the options, and each tensor's shape, strides, dtype, and address modulo 16 being 0."""
+    if extras is not NO_EXTRAS:
+        tensors += extras
     layouts = [  # a list: quicker than a generator
         None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() & 15 == 0) for x in tensors
     ]
@@ -92,7 +94,7 @@ def _forward(
     out, lse = like_layout(q, v.shape[-1]), _statistic(q)
     row_max = _statistic(q) if return_max else None
     if q.numel() or out.numel():
-        key = _plan_key(q.get_device(), (q, k, v, *extras), options, return_max)
+        key = _plan_key(q.get_device(), (q, k, v), extras, options, return_max)
         plan = _plans.get(key)
         if plan is None:
             *numbers, _deterministic, impl = options
@@ -114,7 +116,7 @@ def _backward(
     if do.stride(-1) != 1 and do.shape[-1] != 1:
         do = do.contiguous()  # e.g. the stride-0 gradient of sum()
     if q.numel() or k.numel():
-        key = _plan_key(q.get_device(), (do, dlse, q, k, v, out, lse, *extras), options, need)
+        key = _plan_key(q.get_device(), (do, dlse, q, k, v, out, lse), extras, options, need)
         plan = _plans.get(key)
         if plan is None:
             *numbers, deterministic, impl = options
