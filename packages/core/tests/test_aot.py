@@ -153,6 +153,8 @@ FEATURES = {
     "bias": Case("x", bias="hqk", causal=True),
     "bias_of_keys": Case("x", bias="b11k", batch=2),
     "mask": Case("x", mask="b1qk", causal=True),
+    "wide_bias": Case("x", bias="hqk", causal=True),
+    "wide_mask": Case("x", mask="b1qk", causal=True),
     "dropout": Case("x", dropout_p=0.1, causal=True),
     "seqused": Case("x", used=(300,), causal=True),
     "packed": Case("x", lengths=((200, 200), (300, 300)), causal=True),
@@ -171,8 +173,9 @@ FEATURE_CELLS += [(name, capability, 256) for name in ("bias", "mask", "dropout"
 
 
 def feature_problem(name, d):
-    """The inputs, problem and extras of one feature at head dimension ``d``."""
-    given = cases.inputs(replace(FEATURES[name], nq=500, nk=500, d=d, heads=(4, 2)), torch.bfloat16)
+    """The inputs, problem and extras of one feature at head dimension ``d``; rows of a wide bias are a multiple of 8 long."""
+    n = 504 if name.startswith("wide") else 500
+    given = cases.inputs(replace(FEATURES[name], nq=n, nk=n, d=d, heads=(4, 2)), torch.bfloat16)
     return given, *cases.problem_of(given)
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from flashtri_core import dispatch, flash_attn, ops, tune, tuning
-from flashtri_core.problem import Problem
+from flashtri_core.problem import Extras, Problem, describe
 from flashtri_core.target import INTERPRETER, SHARED_MEMORY, Target
 from flashtri_core.testing import cases
 from flashtri_core.testing.cases import Case
@@ -66,6 +66,30 @@ def test_any_of_asks_for_one_feature(own_cache):
         for on in ({"bias": True}, {"mask": True}, {"bias": True, "mask": True}, {}, {"alibi": True})
     ]
     assert chosen == [True, True, True, False, False]
+
+
+ROWS = {
+    "whole": (torch.empty(2, 1, 40, 48), False),
+    "one_row_for_all": (torch.empty(2, 1, 1, 48), False),
+    "padded": (torch.empty(2, 1, 40, 56)[..., :48], False),
+    "too_short": (torch.empty(2, 1, 40, 52)[..., :44], True),
+    "odd_pitch": (torch.empty(2, 1, 40, 50)[..., :48], True),
+    "odd_start": (torch.empty(2, 1, 40, 56)[..., 1:49], True),
+    "by_columns": (torch.empty(2, 1, 48, 40).mT, True),
+    "one_key_for_all": (torch.empty(2, 1, 40, 1), True),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_tiles_for_a_bias_read_entry_by_entry(name):
+    """Such a bias needs a pointer per entry: the larger tile of the others would spill."""
+    bias, narrow = ROWS[name]
+    q = torch.empty(2, 2, 40, 128, dtype=torch.bfloat16)
+    k = torch.empty(2, 2, bias.shape[-1], 128, dtype=torch.bfloat16)
+    found = describe(q, k, k, Extras(attn_bias=bias), 0, 0, 1.0, False, -1, -1, 0.0, 0.0)
+    assert found.narrow_rows is narrow
+    size = 32 if narrow else 64
+    assert tuning.choose("fwd", found, Target(90, SHARED_MEMORY[90])).BLOCK_N == size
 
 
 @pytest.mark.parametrize("capability", SHARED_MEMORY)
@@ -251,7 +275,7 @@ def test_tables_are_replaced_in_one_step(own_cache, monkeypatch):
 TUNER = """
 import pathlib, sys, time, torch
 from flashtri_core import tune
-from flashtri_core.problem import Problem
+from flashtri_core.problem import Extras, Problem, describe
 from flashtri_core.target import SHARED_MEMORY, Target
 number, folder = int(sys.argv[1]), pathlib.Path(sys.argv[2])
 if sys.argv[3] == "file":

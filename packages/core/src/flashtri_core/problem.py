@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .variants import window
+from .variants.attn_bias import eighths
 
 
 class Extras(NamedTuple):
@@ -32,7 +33,8 @@ class Problem:
     """A call without its data.
 
     ``batch`` counts sequences and ``seqlen_q``, ``seqlen_k`` are the longest ones when ``varlen``; ``total_q`` and
-    ``total_k`` are rows in memory per head. ``window_left`` and ``window_right`` are as given, -1 = open.
+    ``total_k`` are rows in memory per head. ``window_left`` and ``window_right`` are as given, -1 = open. ``narrow_rows``
+    says that a bias or mask is read entry by entry, see :func:`~flashtri_core.variants.attn_bias.eighths`.
     """
 
     batch: int
@@ -55,6 +57,7 @@ class Problem:
     mask: bool = False
     varlen: bool = False
     seqused: bool = False
+    narrow_rows: bool = False
     total_q: int = 0
     total_k: int = 0
 
@@ -133,6 +136,7 @@ def describe(
         mask=extras.attn_mask is not None,
         varlen=varlen,
         seqused=extras.seqused_k is not None,
+        narrow_rows=any(x is not None and eighths(x) is None for x in (extras.attn_bias, extras.attn_mask)),
         total_q=total_q,
         total_k=total_k,
     )

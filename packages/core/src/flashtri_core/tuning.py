@@ -67,6 +67,7 @@ def _matches(rule: dict[str, Any], problem: Problem) -> bool:
         width <= when.get("max_head_dim", 256)
         and when.get("mask", problem.mask_kind) == problem.mask_kind
         and seqlen <= when.get("max_seqlen", 1 << 40)
+        and when.get("narrow_rows", problem.narrow_rows) == problem.narrow_rows
         and set(when.get("features", ())) <= set(problem.features)
         and ("any_of" not in when or not set(when["any_of"]).isdisjoint(problem.features))
     )
@@ -95,7 +96,9 @@ def read_table(path: Path) -> dict[str, list[dict[str, Any]]]:
     return table if whole else {}
 
 
-_CONDITIONS = {"max_head_dim": int, "max_seqlen": int, "mask": str, "features": list, "any_of": list}
+_CONDITIONS = {
+    "max_head_dim": int, "max_seqlen": int, "mask": str, "narrow_rows": bool, "features": list, "any_of": list,
+}  # fmt: skip
 
 
 def _is_rule(rule: Any) -> bool:

@@ -90,13 +90,20 @@ def broadcast_strides(bias: Tensor) -> tuple[int, ...]:
     return tuple(0 if size == 1 else stride for size, stride in zip(bias.shape, bias.stride(), strict=True))
 
 
+def eighths(x: Tensor) -> int | None:
+    """Keys / 8 of a 4-D tensor whose rows are read in whole words: adjacent keys, rows a multiple of 8 long and apart.
+
+    None for any other: it is read entry by entry.
+    """
+    z, h, m, n = broadcast_strides(x)
+    return x.shape[3] // 8 if n == 1 and not (z | h | m | x.shape[3] | int(x.storage_offset())) & 7 else None
+
+
 def pointer_args(x: Tensor) -> tuple[Any, ...]:
     """(tensor, its strides with 0 on broadcast axes, wide, eighths, keys) of a 4-D tensor.
 
-    wide is None unless one head spans 2^31 elements. eighths is keys / 8 where that and all strides but the last are whole
-    multiples of 8 and keys are adjacent, None elsewhere; keys is the last axis, None where that is broadcast.
+    wide is None unless one head spans 2^31 elements; keys is the last axis, None where that is broadcast.
     """
     strides, keys = broadcast_strides(x), x.shape[3]
-    even = strides[3] == 1 and not (strides[0] | strides[1] | strides[2] | keys) & 7
     wide = 1 if strides[2] * x.shape[2] >= 1 << 31 else None
-    return (x, *strides, wide, keys // 8 if even else None, None if keys == 1 else keys)
+    return (x, *strides, wide, eighths(x), None if keys == 1 else keys)
