@@ -89,7 +89,7 @@ def test_tiles_for_a_bias_read_entry_by_entry(name):
     found = describe(q, k, k, Extras(attn_bias=bias), 0, 0, 1.0, False, -1, -1, 0.0, 0.0)
     assert found.narrow_rows is narrow
     size = 32 if narrow else 64
-    assert tuning.choose("fwd", found, Target(90, SHARED_MEMORY[90])).BLOCK_N == size
+    assert size == tuning.choose("fwd", found, Target(90, SHARED_MEMORY[90])).BLOCK_N
 
 
 @pytest.mark.parametrize("capability", SHARED_MEMORY)
