@@ -269,7 +269,10 @@ def attention(
     if looked_into(q, k, v) or not (q.is_cuda or q.is_cpu):
         return torch.ops.flashtri.fwd(q, k, v, *extras, *options, return_max)  # type: ignore[no-any-return]
     sink, bias = extras.learnable_sink, extras.attn_bias
-    if torch.is_grad_enabled() and any([x is not None and x.requires_grad for x in (q, k, v, sink, bias)]):  # noqa: C419
+    if torch.is_grad_enabled() and (
+        q.requires_grad or k.requires_grad or v.requires_grad
+        or (sink is not None and sink.requires_grad) or (bias is not None and bias.requires_grad)
+    ):  # fmt: skip
         return _eager(q, k, v, sink, bias, (extras, options, return_lse, return_max))  # type: ignore[no-any-return]
     return _forward(q, k, v, extras, options, return_max)
 
