@@ -32,6 +32,7 @@ SPILLS = {
     (90, 128): {"dkdv": 2892, "dq": 104, "fwd": 56},
     (90, 256): {"fwd": 72, "dkdv": 4052, "dq": 816},
     (100, 256): {"delta": 216},
+    (120, 64): {"dkdv": 112},
 }
 
 #: The same for (feature, capability, head dimension), where a feature changes it.
