@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from . import svg
-from .cases import BY_ID, SUITES, Case
+from .cases import BY_ID, PROTOCOL_LENGTHS, SUITES, Case
 from .compare import geometric_mean
 from .peers import PEERS
 from .results import Document, Row
@@ -118,7 +118,7 @@ def group_means(document: Document, dtype: str) -> dict[tuple[int, bool, str], d
         dtype: Element type.
 
     Returns:
-        Ratios by peer, by (head dim, causal, pass). A peer's mean covers the lengths that both of us have.
+        Ratios by peer, by (head dim, causal, pass), for peers that were measured beside us at every length of the grid.
     """
     ratios: dict[tuple[int, bool, str], dict[str, list[float]]] = {}
     grid = [r for r in document["rows"] if r["suite"] == "grid" and r["dtype"] == dtype and r["metric"] == "time"]
@@ -130,8 +130,10 @@ def group_means(document: Document, dtype: str) -> dict[tuple[int, bool, str], d
         for impl, row in found.items():
             if impl != OURS:
                 group.setdefault(impl, []).append(row["time_ms"]["p50"] / found[OURS]["time_ms"]["p50"])
-    means = {g: {impl: geometric_mean(v) for impl, v in by.items()} for g, by in ratios.items()}
-    return {g: means[g] for g in sorted(means, key=lambda g: (("fwd", "bwd", "fwd_bwd").index(g[2]), g[0], g[1]))}
+    every = len(PROTOCOL_LENGTHS)
+    means = {g: {impl: geometric_mean(v) for impl, v in by.items() if len(v) == every} for g, by in ratios.items()}
+    whole = [g for g in means if means[g]]
+    return {g: means[g] for g in sorted(whole, key=lambda g: (("fwd", "bwd", "fwd_bwd").index(g[2]), g[0], g[1]))}
 
 
 def mean_tables(document: Document, name: Callable[[str], str] = _label) -> list[Table]:
