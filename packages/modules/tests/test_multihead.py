@@ -274,6 +274,7 @@ BAD = [
     ((X, None, X), {}, TypeError, "key must be a float tensor, got NoneType"),
     ((X, X, X.int()), {}, TypeError, "value must be a float tensor, got torch.int32"),
     ((X, X, X), {"attn_mask": [1.0]}, TypeError, "attn_mask must be boolean or floating point, got list"),
+    ((X, X, X), {"is_causal": 1}, TypeError, "is_causal must be a bool, got int"),
     ((X, X, X), {"key_padding_mask": [True]}, TypeError, "key_padding_mask must be boolean or floating point, got list"),
     ((X, X, X), {"attn_mask": torch.zeros(L, L + 1)}, ValueError, r"attn_mask must be \(L, S\) = \(5, 5\) or"),
     ((X, X, X), {"attn_mask": torch.zeros(N, L, L)}, ValueError, r"\(12, 5, 5\), got shape \(3, 5, 5\)"),

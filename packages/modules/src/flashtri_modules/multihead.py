@@ -67,7 +67,7 @@ class FlashMultiheadAttention(nn.MultiheadAttention):
             without `need_weights`.
 
         Raises:
-            TypeError: a nested tensor; a mask that is neither boolean nor floating point.
+            TypeError: a nested tensor; a mask that is neither boolean nor floating point; `is_causal` that is no bool.
             ValueError: a tensor or mask of another shape than stated.
         """
         for name, tensor in (("query", query), ("key", key), ("value", value)):
@@ -79,6 +79,8 @@ class FlashMultiheadAttention(nn.MultiheadAttention):
         for name, mask in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
             if mask is not None and not isinstance(mask, Tensor):
                 raise TypeError(f"{name} must be boolean or floating point, got {type(mask).__name__}")
+        if not isinstance(is_causal, bool):
+            raise TypeError(f"is_causal must be a bool, got {type(is_causal).__name__}")
         packed_projection = query is key and key is value and self._qkv_same_embed_dim
         unbatched = query.dim() == 2
         batch_axis = 0 if self.batch_first else 1

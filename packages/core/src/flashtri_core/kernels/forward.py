@@ -90,7 +90,8 @@ def attn_fwd_kernel(
     rows = zb.to(tl.int64) * stride_lse[0] + h.to(tl.int64) * stride_lse[1] + q_row0 + offs_m
     tl.store(LSE + rows, lse, mask=offs_m < Nq)
     if ROW_MAX is not None:
-        tl.store(ROW_MAX + rows, m_i * (unit_log2 * LN2), mask=offs_m < Nq)
+        m = tl.where(l_i == l_i, m_i * (unit_log2 * LN2), float("nan"))  # a maximum drops NaN, the sum keeps it
+        tl.store(ROW_MAX + rows, m, mask=offs_m < Nq)
 
 
 # --8<-- [end:fwd-kernel]
