@@ -183,7 +183,9 @@ def test_nan_reaches_the_rows_that_see_it(lane, where, hide):
         assert torch.equal(exact[name].isnan(), nan), name
         assert torch.equal(got[name][~rows], clean[name][~rows]), name
     assert got["dq"][rows].isnan().all() and got["dv"].isnan().any()
-    assert torch.equal(got["max"].isnan(), rows.any(-1).any(0)) and torch.equal(exact["max"].isnan(), got["max"].isnan())
+    assert torch.equal(got["max"].isnan(), rows.any(-1).any(0)) and torch.equal(
+        exact["max"].isnan(), got["max"].isnan()
+    )
 
 
 @lanes()
