@@ -185,7 +185,7 @@ def attn_bwd_dq_kernel(
 
 @jit
 def store_dbias(dbias, ds, z, h, i, j, Nq, Nk, EDGE: tl.constexpr):
-    """Write a tile of dBias; EDGE as in :func:`~..variants.attn_bias.in_memory`, keys past ``Nk`` (seqused_k) get 0."""
+    """Write a tile of dBias; EDGE as in ``attn_bias.in_memory``, keys past ``Nk`` (seqused_k) get 0."""
     if EDGE:
         ds = tl.where(j < Nk, ds, 0.0)
     ptrs = tile_pointers(z, h, i, j, dbias)

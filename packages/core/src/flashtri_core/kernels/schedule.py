@@ -33,7 +33,7 @@ def packed_tile(
 ):
     """Tile order of a packed problem: returns (head, sequence, first row); ``tiles`` = total // BLOCK + seqs per head.
 
-    Heads come in groups as in :func:`dense_tile`: the last tiles of a launch, for which some processors wait, are then a
+    Heads come in groups as in ``dense_tile``: the last tiles of a launch, for which some processors wait, are then a
     few short ones, and not a whole head with a long sequence in it. Sequence s owns the tile numbers from cu[s] // BLOCK + s
     on: monotone in s, and never closer together than the tiles that s needs, so a search in ``cu`` itself finds the owner.
     At most one number per sequence stays unused.

@@ -20,7 +20,7 @@ def slope(z, h, args):
 
 @jit
 def add(s, slope, i, j, Nq, Nk):
-    """The penalty, ``slope`` being what :func:`slope` returned."""
+    """The penalty, ``slope`` being what the function of that name returned."""
     return s - slope * tl.abs(i + (Nk - Nq) - j).to(tl.float32)
 
 
