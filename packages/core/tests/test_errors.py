@@ -175,7 +175,11 @@ def test_the_valid_calls_are_valid():
 
 @pytest.mark.parametrize(("change", "error", "words"), DENSE, ids=ids(DENSE))
 def test_dense_input_is_refused(change, error, words):
-    """Rows 22, 63 (windows below -1), 70 (slopes that want a gradient), 150 (odd shapes): an error by name."""
+    """Rows 22, 63 (windows below -1), 70 (slopes that want a gradient), 150 (odd shapes): an error by name.
+
+    Also behind the same call without the fault: what was checked for one call is not for another that looks like it.
+    """
+    dense()
     with pytest.raises(error, match=words):
         dense(**change)
 

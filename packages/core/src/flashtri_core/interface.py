@@ -85,14 +85,27 @@ def flash_attn(
 
     Source: Dao, FlashAttention-2 (2023), algorithms 1 and 2.
     """
-    q, k, v = _cast(q, k, v)
-    shape = _check_tensors(q, k, v, 4)
+    plain = not ops.looked_into(q, k, v)
+    if not plain or torch._C._is_any_autocast_enabled() or forward_ad._current_level >= 0:
+        q, k, v = _cast(q, k, v)
     _check_bools(FLAGS, return_lse, return_max_logits, validate)
-    extras, numbers, p = _check_features(
+    if (  # a call without optional tensors: has one like it been checked and run before?
+        plain and alibi_slopes is learnable_sink is attn_bias is attn_mask is seqused_k is None
+        and not (q.is_nested or k.is_nested) and q.dim() == k.dim() == 4 and q.size(3) > 0
+    ):  # fmt: skip
+        options = _options(
+            q.size(2), k.size(2), q.size(3), causal, softmax_scale, window_size, softcap, dropout_p, deterministic, impl
+        )
+        plan = ops.known(q, k, v, options, return_max_logits)
+        if plan is not None:
+            found = ops.attention(q, k, v, NO_EXTRAS, options, return_lse, return_max_logits, plan)
+            return _results(*found, return_lse, return_max_logits)
+    shape = _check_tensors(q, k, v, 4)
+    extras, options = _check_features(
         q, k, shape, causal, softmax_scale, window_size, softcap, alibi_slopes,
         learnable_sink, attn_bias, attn_mask, dropout_p, seqused_k, deterministic, impl, validate,
     )  # fmt: skip
-    return _call(q, k, v, extras, shape[2], shape[3], numbers, p, deterministic, impl, return_lse, return_max_logits)
+    return _call(q, k, v, extras, options, return_lse, return_max_logits)
 
 
 def flash_attn_varlen(
@@ -168,12 +181,12 @@ def flash_attn_varlen(
         _check_starts("cu_seqlens_q", starts_q, total_q, max_q)
         lengths = _check_starts("cu_seqlens_k", starts_k, total_k, max_k)
     sequences = cu_q.shape[0] - 1
-    extras, numbers, p = _check_features(
+    extras, options = _check_features(
         q, k, (sequences, heads, max_q, max_k), causal, softmax_scale, window_size, softcap, alibi_slopes,
         learnable_sink, attn_bias, attn_mask, dropout_p, seqused_k, deterministic, impl, validate, lengths,
     )  # fmt: skip
     extras = extras._replace(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
-    return _call(q, k, v, extras, max_q, max_k, numbers, p, deterministic, impl, return_lse, return_max_logits)
+    return _call(q, k, v, extras, options, return_lse, return_max_logits)
 
 
 def supports(q: Tensor, k: Tensor, v: Tensor, *, impl: str = "auto", **features: Any) -> Support:
@@ -190,23 +203,22 @@ def supports(q: Tensor, k: Tensor, v: Tensor, *, impl: str = "auto", **features:
         A :class:`Support`: true when the call would run; ``reason`` names the argument otherwise.
     """
     try:
-        options: dict[str, Any] = {
+        values: dict[str, Any] = {
             "causal": False, "softmax_scale": None, "window_size": (-1, -1), "softcap": 0.0, "alibi_slopes": None,
             "learnable_sink": None, "attn_bias": None, "attn_mask": None, "dropout_p": 0.0, "seqused_k": None,
             "deterministic": None,
         }  # fmt: skip
         flags = [features.pop(name, False) for name in FLAGS]
-        unknown = set(features) - set(options)
+        unknown = set(features) - set(values)
         if unknown:
             raise TypeError(f"unknown keyword {sorted(unknown)[0]!r}")
-        options.update(features)
+        values.update(features)
         q, k, v = _cast(q, k, v)
         shape = _check_tensors(q, k, v, 4)
         _check_bools(FLAGS, *flags)
-        extras, numbers, p = _check_features(q, k, shape, *options.values(), impl, flags[2])  # type: ignore[call-arg]
-        problem = describe(q, k, v, extras, shape[2], shape[3], *numbers, p)
-        asked = options["deterministic"]
-        deterministic = torch.are_deterministic_algorithms_enabled() if asked is None else asked
+        extras, options = _check_features(q, k, shape, *values.values(), impl, flags[2])  # type: ignore[call-arg]
+        *numbers, deterministic, impl = options
+        problem = describe(q, k, v, extras, *numbers)
         return dispatch.choose(problem, q.device, impl, deterministic)
     except (TypeError, ValueError, NotImplementedError) as error:
         return Support(False, str(error), "")
@@ -348,11 +360,9 @@ def _check_features(
     impl: str,
     validate: bool,
     key_lengths: list[int] | None = None,
-) -> tuple[Extras, tuple[float, bool, int, int, float], float]:
-    batch, heads = shape[0], shape[1]
-    scale, left, right, cap, p = check_options(
-        causal, softmax_scale, window_size, cap, dropout_p, deterministic, impl, q.shape[-1]
-    )
+) -> tuple[Extras, tuple[Any, ...]]:
+    batch, heads, rows, keys = shape
+    options = _options(rows, keys, q.shape[-1], causal, softmax_scale, window_size, cap, dropout_p, deterministic, impl)
     if alibi_slopes is not None:
         _check_layout("alibi_slopes", alibi_slopes)
         alibi.check(alibi_slopes, batch, heads, q.device)
@@ -371,13 +381,26 @@ def _check_features(
         seqused_k, used = _check_index("seqused_k", seqused_k, q, validate)
         if tuple(seqused_k.shape) != (batch,):
             raise ValueError(f"seqused_k must have shape ({batch},), got {tuple(seqused_k.shape)}")
-        for n, keys in zip(used or (), key_lengths or [shape[3]] * batch, strict=used is not None):
-            if not 0 <= n <= keys:
-                raise ValueError(f"seqused_k must be between 0 and a sequence's keys, {keys}, got {n}")
+        for n, most in zip(used or (), key_lengths or [keys] * batch, strict=used is not None):
+            if not 0 <= n <= most:
+                raise ValueError(f"seqused_k must be between 0 and a sequence's keys, {most}, got {n}")
     extras = NO_EXTRAS
     if not (alibi_slopes is learnable_sink is bias is mask is seqused_k is None):
         extras = Extras(alibi_slopes, learnable_sink, bias, mask, None, None, seqused_k, None)
-    return extras, (scale, causal, left, right, cap), p
+    return extras, options
+
+
+def _options(
+    rows: int, keys: int, head_dim: int, causal: bool, softmax_scale: float | None, window_size: Any, cap: float,
+    dropout_p: float, deterministic: bool | None, impl: str,
+) -> tuple[Any, ...]:  # fmt: skip
+    """The operators' arguments that are no tensors, in their order, checked."""
+    scale, left, right, cap, p = check_options(
+        causal, softmax_scale, window_size, cap, dropout_p, deterministic, impl, head_dim
+    )
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    return rows, keys, scale, causal, left, right, cap, p, deterministic, impl
 
 
 def check_options(
@@ -471,29 +494,21 @@ def _check_max(name: str, value: Any) -> int:
 
 
 def _call(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    extras: Extras,
-    max_q: int,
-    max_k: int,
-    numbers: tuple[float, bool, int, int, float],
-    dropout_p: float,
-    deterministic: bool | None,
-    impl: str,
-    return_lse: bool,
-    return_max_logits: bool,
+    q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: tuple[Any, ...], return_lse: bool, return_max_logits: bool
 ) -> Any:
     if forward_ad._current_level >= 0:
         _refuse_transforms(**extras._asdict())
+    dropout_p = options[-3]
     if dropout_p > 0.0:
         extras = extras._replace(rng=dropout.draw(q.device))
-    if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
-    options = (max_q, max_k, *numbers, dropout_p, deterministic, impl)
     if not (q.stride(-1) == k.stride(-1) == v.stride(-1) == 1):  # kernels read rows; flash-attn copies the rest as well
         q, k, v = (x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous() for x in (q, k, v))
-    out, lse, row_max = ops.attention(q, k, v, extras, options, return_lse, return_max_logits)
+    return _results(
+        *ops.attention(q, k, v, extras, options, return_lse, return_max_logits), return_lse, return_max_logits
+    )
+
+
+def _results(out: Tensor, lse: Tensor | None, row_max: Tensor | None, return_lse: bool, return_max_logits: bool) -> Any:
     if not (return_lse or return_max_logits):
         return out
     results: list[Tensor | None] = [out]

@@ -39,9 +39,9 @@ def like_layout(x: Tensor, width: int) -> Tensor:
     """
     if x.dim() == 3:
         return x.new_zeros(x.shape[0], x.shape[1], width)
-    if x.shape[3] == width and x.is_contiguous():
+    batch, heads, rows, columns = x.shape
+    if columns == width and (x.is_contiguous() or x.transpose(1, 2).is_contiguous()):
         return torch.empty_like(x)  # the cheapest of these calls
-    batch, heads, rows, _ = x.shape
     if x.stride(1) < x.stride(2):
         return x.new_empty(batch, rows, heads, width).transpose(1, 2)
     return x.new_empty(batch, heads, rows, width)
@@ -49,7 +49,7 @@ def like_layout(x: Tensor, width: int) -> Tensor:
 
 def _statistic(q: Tensor) -> Tensor:
     """Uninitialised LSE: (B, Hq, Nq), or (Hq, total) filled with -inf; float32, float64 for float64 inputs."""
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
     if q.dim() == 3:
         return q.new_full((q.shape[1], q.shape[0]), float("-inf"), dtype=dtype)
     batch, heads, rows, _ = q.shape
@@ -62,14 +62,49 @@ _plans: dict[tuple[Any, ...], Any] = {}
 _PLAN_LIMIT = 4096
 
 
-def _plan_key(device: int, tensors: tuple[Tensor | None, ...], extras: Extras, *options: Any) -> tuple[Any, ...]:
-    """What kernels depend on: the options, and each tensor's shape, strides, dtype, and address modulo 16 being 0."""
-    if extras is not NO_EXTRAS:
-        tensors += extras
-    layouts = [  # a list: quicker than a generator
-        None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() & 15 == 0) for x in tensors
-    ]
-    return (device, options, *layouts)
+def _aligned(*tensors: Tensor | None) -> tuple[bool, ...]:
+    return tuple([x is None or x.data_ptr() & 15 == 0 for x in tensors])
+
+
+def _forward_key(
+    q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: tuple[Any, ...], return_max: bool
+) -> tuple[Any, ...]:
+    """What kernels depend on: the options, and each tensor's shape, strides, dtype, device, and address modulo 16 being 0.
+
+    Whatever the public functions check about q, k, v is in it as well, so that what has a plan has been checked.
+    """
+    all_aligned = (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 == 0  # nearly always
+    return (
+        options, return_max, q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
+        q.device, k.device, v.device, all_aligned or _aligned(q, k, v), extras is NO_EXTRAS or _layouts(extras),
+    )  # fmt: skip
+
+
+def _backward_key(
+    do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, extras: Extras,
+    options: tuple[Any, ...], need: tuple[bool, ...],
+) -> tuple[Any, ...]:  # fmt: skip
+    """The same for a backward; saved tensors may come back from hooks with other strides and addresses."""
+    all_aligned = 15 & (
+        do.data_ptr() | q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr() | lse.data_ptr()
+    ) == 0  # fmt: skip
+    return (
+        options, need, q.shape, k.shape, v.shape, do.stride(), q.stride(), k.stride(), v.stride(), out.stride(),
+        lse.stride(), do.dtype, q.dtype, q.device, all_aligned or _aligned(do, q, k, v, out, lse),
+        dlse is None or (dlse.stride(), _aligned(dlse)), extras is NO_EXTRAS or _layouts(extras),
+    )  # fmt: skip
+
+
+def _layouts(extras: Extras) -> tuple[tuple[Any, ...] | None, ...]:
+    return tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() & 15 == 0) for x in extras])
+
+
+def known(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...], return_max: bool) -> Callable[..., None] | None:
+    """The plan of a call without optional tensors, if one like it has run before, which has then been checked too."""
+    try:
+        return _plans.get(_forward_key(q, k, v, NO_EXTRAS, options, return_max))
+    except RuntimeError:  # nested and sparse tensors have no strides
+        return None
 
 
 def _remember(key: tuple[Any, ...], plan: Any) -> Any:
@@ -85,21 +120,23 @@ def _is_elsewhere(x: Tensor) -> bool:
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: tuple[Any, ...], return_max: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
+    q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: tuple[Any, ...], return_max: bool,
+    plan: Callable[..., None] | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """(out, lse, row_max), row_max None where it is not asked for; ``options`` are the schema's after the tensors."""
     if _is_elsewhere(q):
         with torch.cuda.device(q.device):
-            return _forward(q, k, v, extras, options, return_max)
+            return _forward(q, k, v, extras, options, return_max, plan)
     out, lse = like_layout(q, v.shape[-1]), _statistic(q)
     row_max = _statistic(q) if return_max else None
-    if q.numel() or out.numel():
-        key = _plan_key(q.get_device(), (q, k, v), extras, options, return_max)
+    if plan is None and (q.numel() or out.numel()):
+        key = _forward_key(q, k, v, extras, options, return_max)
         plan = _plans.get(key)
         if plan is None:
             *numbers, _deterministic, impl = options
             problem = describe(q, k, v, extras, *numbers)
             plan = _remember(key, dispatch.forward_plan(problem, impl, q, k, v, extras, out, lse))
+    if plan is not None:
         plan(q, k, v, extras, out, lse, row_max)
     return out, lse, row_max
 
@@ -116,7 +153,7 @@ def _backward(
     if do.stride(-1) != 1 and do.shape[-1] != 1:
         do = do.contiguous()  # e.g. the stride-0 gradient of sum()
     if q.numel() or k.numel():
-        key = _plan_key(q.get_device(), (do, dlse, q, k, v, out, lse), extras, options, need)
+        key = _backward_key(do, dlse, q, k, v, out, lse, extras, options, need)
         plan = _plans.get(key)
         if plan is None:
             *numbers, deterministic, impl = options
@@ -230,8 +267,8 @@ class _Eager(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, _sink: Tensor | None, _bias: Tensor | None, rest: tuple[Any, ...]
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        extras, options, return_lse, return_max = rest
-        out, lse, row_max = output = _forward(q, k, v, extras, options, return_max)
+        extras, options, return_lse, return_max, plan = rest
+        out, lse, row_max = output = _forward(q, k, v, extras, options, return_max, plan)
         _save(ctx, q, k, v, extras, options, output)
         return out, lse if return_lse else None, row_max
 
@@ -260,21 +297,23 @@ def looked_into(*tensors: Tensor) -> bool:
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: tuple[Any, ...], return_lse: bool, return_max: bool
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: tuple[Any, ...], return_lse: bool, return_max: bool,
+    plan: Callable[..., None] | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """(out, lse, row_max), None or anything for what is not asked for; ``options`` are the operators' after the tensors.
 
-    Plain tensors in eager mode go to the launcher directly; everybody else gets the operator.
+    Plain tensors in eager mode go to the launcher directly; everybody else gets the operator. ``plan`` is from
+    :func:`known`, whose caller has asked :func:`looked_into`.
     """
-    if looked_into(q, k, v) or not (q.is_cuda or q.is_cpu):
+    if plan is None and (looked_into(q, k, v) or not (q.is_cuda or q.is_cpu)):
         return torch.ops.flashtri.fwd(q, k, v, *extras, *options, return_max)  # type: ignore[no-any-return]
     sink, bias = extras.learnable_sink, extras.attn_bias
     if torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad
         or (sink is not None and sink.requires_grad) or (bias is not None and bias.requires_grad)
     ):  # fmt: skip
-        return _eager(q, k, v, sink, bias, (extras, options, return_lse, return_max))  # type: ignore[no-any-return]
-    return _forward(q, k, v, extras, options, return_max)
+        return _eager(q, k, v, sink, bias, (extras, options, return_lse, return_max, plan))  # type: ignore[no-any-return]
+    return _forward(q, k, v, extras, options, return_max, plan)
 
 
 def _no_double_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:

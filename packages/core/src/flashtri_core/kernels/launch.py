@@ -24,7 +24,7 @@ class Launch:
     """One kernel on one grid. The first call compiles (or finds) the binary, later calls skip Triton's argument binding.
 
     A binary depends on the types of the arguments, on which integers are 1 or divisible by 16 and on which pointers are
-    aligned. Whoever keeps a Launch must call it with arguments that agree in all of that, see ``ops._plan_key``, and on
+    aligned. Whoever keeps a Launch must call it with arguments that agree in all of that, see ``ops._forward_key``, and on
     the current device.
     """
 
