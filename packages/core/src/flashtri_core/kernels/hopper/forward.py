@@ -379,7 +379,6 @@ def step(
     pass_turn(WG, C)
     s = wait_qk(s, C)
     release(bars.k_empty, RELEASE_K, k_stage, C)
-    unit_log2 = unit_log2 * one_after_release(turn, tiles, C)
     s = scores(s, row, block * C.block_n, slope, Nq, Nk, variant, args, MASK, S_LAYOUT, C)
     p, alpha, m_log2 = probabilities(s, m_log2, unit_log2, False)
     parts = row_parts(p, C)

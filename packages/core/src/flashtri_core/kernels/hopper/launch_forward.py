@@ -85,7 +85,10 @@ def tiles(problem: Problem) -> ForwardConfig:
     if width > 96 and problem.mask_kind == "causal" and problem.seqlen_q <= 1024 and not problem.varlen:
         return TWO_BLOCKS
     if width > 64:
-        return ForwardConfig(named_release=True, l2_bytes=(32 if problem.seqlen_k <= 2048 else 64) * MB)
+        grouped = problem.heads_q > problem.heads_k
+        return ForwardConfig(
+            named_release=True, l2_bytes=(32 if problem.seqlen_k <= 2048 else 16 if grouped else 64) * MB
+        )
     if (not others and problem.seqlen_q >= 2048) or (others == {"causal"} and problem.seqlen_q >= 8192):
         return THREE_WARPGROUPS
     return THREE_BLOCKS
