@@ -33,7 +33,8 @@ def check(case, dtype=HALF, backward=True, deterministic=(False, True), seed=0, 
     for path in deterministic if backward and max(case.d, case.dv or 0) <= 128 else (False,):
         with gluon_cpu.emulate(seed, **emulation) as emulator:
             got = cases.run(given, "hopper", backward, deterministic=path)
-        assert emulator.launches in ((5, 4, 3) if backward else (1,))
+        behind = (2 if backward else 1) if case.lengths else 0  # what lies behind the last sequence
+        assert emulator.launches - behind in ((5, 4, 3) if backward else (1,))
         budget.check(got, right, eager)
 
 

@@ -35,10 +35,10 @@ _lib.define(
 def like_layout(x: Tensor, width: int) -> Tensor:
     """Uninitialised tensor of x's shape but ``width`` columns, rows-before-heads in memory where x has them so.
 
-    A packed (total, H, D) tensor is zeroed instead: rows behind the last sequence belong to no program.
+    That of a packed (total, H, D) tensor is contiguous.
     """
     if x.dim() == 3:
-        return x.new_zeros(x.shape[0], x.shape[1], width)
+        return x.new_empty(x.shape[0], x.shape[1], width)
     batch, heads, rows, columns = x.shape
     if columns == width and (x.is_contiguous() or x.transpose(1, 2).is_contiguous()):
         return torch.empty_like(x)  # the cheapest of these calls
@@ -48,10 +48,10 @@ def like_layout(x: Tensor, width: int) -> Tensor:
 
 
 def _statistic(q: Tensor) -> Tensor:
-    """Uninitialised LSE: (B, Hq, Nq), or (Hq, total) filled with -inf; float32, float64 for float64 inputs."""
+    """Uninitialised LSE: (B, Hq, Nq) or (Hq, total); float32, float64 for float64 inputs."""
     dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
     if q.dim() == 3:
-        return q.new_full((q.shape[1], q.shape[0]), float("-inf"), dtype=dtype)
+        return q.new_empty(q.shape[1], q.shape[0], dtype=dtype)
     batch, heads, rows, _ = q.shape
     return q.new_empty(batch, heads, rows, dtype=dtype)
 

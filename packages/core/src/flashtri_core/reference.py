@@ -188,6 +188,11 @@ def chunked_forward(
 ) -> None:
     """Fill out, lse and row_max chunk by chunk; arithmetic in float32, or float64 for float64 inputs."""
     high = _compute_dtype(q.dtype)
+    if problem.varlen:  # rows behind the last sequence are in no segment
+        out.zero_()
+        for statistic in (lse, row_max):
+            if statistic is not None:
+                statistic.fill_(float("-inf"))
     for part in _segments(problem, extras, q.device):
         qs, os = (_heads_first(x, part.rows_q, problem.varlen) for x in (q, out))
         ks, vs = (_heads_first(x, part.rows_k, problem.varlen).to(high) for x in (k, v))
@@ -238,6 +243,10 @@ def chunked_backward(
     high = _compute_dtype(q.dtype)
     sink_sum = None if dsink is None else torch.zeros(problem.heads_q, dtype=high, device=q.device)
     bias_sum = None if dbias is None else torch.zeros(dbias.shape, dtype=high, device=q.device)
+    if problem.varlen:
+        for grad in (dq, dk, dv):
+            if grad is not None:
+                grad.zero_()
     for part in _segments(problem, extras, q.device):
         dos, qs, os = (_heads_first(x, part.rows_q, problem.varlen) for x in (do, q, out))
         ks, vs = (_heads_first(x, part.rows_k, problem.varlen).to(high) for x in (k, v))

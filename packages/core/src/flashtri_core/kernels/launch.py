@@ -16,8 +16,10 @@ from ..variants import MASKS, assemble, attn_bias, attn_mask, sink
 from .backward import attn_bwd_dbias_kernel, attn_bwd_delta_kernel, attn_bwd_dkdv_kernel, attn_bwd_dq_kernel
 from .forward import attn_fwd_kernel
 from .quick import QuickLaunch
+from .tail import attn_tail_kernel
 
 DELTA_ROWS = 64  # query rows per program of the delta pre-pass
+TAIL_PROGRAMS, TAIL_BLOCK = 32, 1024  # elements that a program fills at a time
 
 
 class Launch:
@@ -69,6 +71,25 @@ def blocks_and_programs(problem: Problem, heads: int, rows: int, total: int, blo
     return blocks, problem.batch * heads, blocks * problem.batch * heads
 
 
+class Tail:
+    """Plan of what packed tensors hold behind the last sequence.
+
+    Args:
+        tensors: O or dQ, dK, dV: (total, H, columns), and LSE, row_max: (H, total); None where there is none.
+    """
+
+    def __init__(self, problem: Problem, device: torch.device, *tensors: Tensor | None) -> None:
+        self.shapes = [  # (row stride, head stride, heads, columns)
+            () if x is None else (1, x.stride(0), x.shape[0], 1) if x.dim() == 2 else (*x.stride()[:2], *x.shape[1:])
+            for x in tensors
+        ]
+        self.sizes = (problem.batch, problem.total_q, problem.total_k)
+        self.kernel = Launch(attn_tail_kernel, TAIL_PROGRAMS, (TAIL_BLOCK,), None, device)
+
+    def __call__(self, extras: Extras, *tensors: Tensor | None) -> None:
+        self.kernel(*tensors, *self.shapes, extras.cu_seqlens_q, extras.cu_seqlens_k, *self.sizes)
+
+
 class _Plan:
     """What the kernels of one problem have in common."""
 
@@ -111,6 +132,7 @@ class Forward(_Plan):
 
     def __init__(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Extras, out: Tensor, lse: Tensor) -> None:
         super().__init__(problem, extras, q.device)
+        self.behind = Tail(problem, q.device, out, None, None, lse, lse)
         self.strides = (strides(q), strides(k), strides(v), strides(out), lse_strides(lse))
         self.fwd, self.tail = self.launch(
             attn_fwd_kernel, "fwd", problem.heads_q, problem.seqlen_q, problem.total_q, False,
@@ -121,6 +143,8 @@ class Forward(_Plan):
         self, q: Tensor, k: Tensor, v: Tensor, extras: Extras, out: Tensor, lse: Tensor, row_max: Tensor | None
     ) -> None:
         """Fill ``out``, ``lse`` (natural logarithm) and ``row_max`` (natural units)."""
+        if self.problem.varlen:
+            self.behind(extras, out, None, None, lse, row_max)
         self.fwd(q, k, v, out, lse, row_max, extras.learnable_sink, *self.strides, *self.hooks(extras), *self.tail)
 
 
@@ -172,6 +196,7 @@ class Backward(_Plan):
         lse: Tensor, extras: Extras, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, dbias: Tensor | None,
     ) -> None:  # fmt: skip
         super().__init__(problem, extras, q.device)
+        self.behind = Tail(problem, q.device, dq, dk, dv, None, None)
         self.delta = Delta(problem, do, dlse, out, lse)
         self.inputs = (strides(q), strides(k), strides(v), strides(do))
         self.lse = lse_strides(lse)
@@ -216,6 +241,8 @@ class Backward(_Plan):
         dbias: Tensor | None,
     ) -> None:  # fmt: skip
         """Fill the gradients that are not None; dk and dv come together."""
+        if self.problem.varlen:
+            self.behind(extras, dq, dk, dv, None, None)
         delta = self.delta(do, dlse, out, lse)
         if dsink is not None:
             assert extras.learnable_sink is not None

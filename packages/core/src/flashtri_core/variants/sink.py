@@ -18,8 +18,9 @@ def gradient(sink: Tensor, lse: Tensor, delta: Tensor, head_dim_axis: int) -> Te
     shape = [1] * lse.dim()
     shape[head_dim_axis] = -1
     axes = [axis for axis in range(lse.dim()) if axis != head_dim_axis]
-    p_sink = torch.exp(sink.to(lse.dtype).view(shape) - lse.masked_fill(lse == float("-inf"), float("inf")))
-    return -(p_sink * delta).sum(axes).to(sink.dtype)
+    p_sink = torch.exp(sink.to(lse.dtype).view(shape) - lse)
+    # a row that sees nothing, or lies behind the last sequence, gives 0 whatever its delta is
+    return -(p_sink * delta).masked_fill(lse == float("-inf"), 0.0).sum(axes).to(sink.dtype)
 
 
 def check(sink: object, heads: int, device: object) -> None:

@@ -14,6 +14,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ...problem import Extras, Problem
 from ...target import target_of
 from ...variants import MASKS, assemble, sink
+from ..launch import Tail
 from . import launch_forward
 from .backward import attn_bwd_hopper
 from .backward_ends import attn_bwd_after_kernel, attn_bwd_before_kernel
@@ -500,7 +501,10 @@ class Backward:
             if width(self.problem) <= 128 and (dq is None or dk is None):
                 config = config or shared(split_tiles(self.problem), self.problem, multiprocessors)
             self.plan = plan(self.problem, self.deterministic, config, multiprocessors)
+            self.behind = Tail(self.problem, device, dq, dk, dv, None, None)
             self.offsets = [4 * n for n in accumulate(self.plan.workspace, initial=0)]  # in bytes; the last is the end
+        if self.problem.varlen:
+            self.behind(extras, dq, dk, dv, None, None)
         if self.plan.config.d > 128:
             dk, dv = (torch.empty_like(x) if y is None else y for x, y in ((k, dk), (v, dv)))
         if self.copy_do:

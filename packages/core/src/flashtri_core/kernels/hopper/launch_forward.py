@@ -13,6 +13,7 @@ from ..._jit import triton_version
 from ...problem import Extras, Problem
 from ...target import target_of
 from ...variants import MASKS, assemble
+from ..launch import Tail
 from .common import Block, Constants, Launch, for_triton, four_axes, tma_reason
 from .forward import attn_fwd_hopper
 
@@ -257,12 +258,15 @@ class Forward:
         self.problem, self.device = problem, q.device
         self.plan = plan(problem, config, target_of(q.device).multiprocessors)
         self.dynamic = self.plan.config.order == "dynamic"
+        self.behind = Tail(problem, q.device, out, None, None, lse, lse)
         self.launch: Launch | None = None
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, extras: Extras, out: Tensor, lse: Tensor, row_max: Tensor | None = None
     ) -> None:
         """Shapes as in :func:`flashtri_core.flash_attn`; runs on the current stream of the tensors' device, the current one."""
+        if self.problem.varlen:
+            self.behind(extras, out, None, None, lse, row_max)
         counter = _counter(self.device) if self.dynamic else None
         tensors = (q, k, v, out, lse, row_max, counter, *extras)
         grid = self.plan.grid

@@ -28,6 +28,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from ... import dispatch, ops
+from ...kernels import launch, tail
 from ...kernels.hopper import launch_backward, launch_forward
 from ...target import SHARED_MEMORY, Target
 from ..aot import StubDriver
@@ -114,6 +115,8 @@ def emulate(
     for module in (launch_forward, launch_backward):
         replaced.append((module, "Launch", Launch))
         replaced += [(module, n, Kernel(emulator, x)) for n, x in vars(module).items() if isinstance(x, JITFunction)]
+    replaced.append((launch, "attn_tail_kernel", Kernel(emulator, tail.attn_tail_kernel)))
+    replaced.append((launch, "QuickLaunch", lambda compiled: None))
     caches: list[dict[Any, Any]] = [ops._plans, launch_forward._counters]
     with ExitStack() as stack:
         for cache in caches:
