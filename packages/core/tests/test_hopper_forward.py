@@ -95,6 +95,23 @@ def test_constants_compare_by_value():
     assert same != other
 
 
+def test_a_stream_has_one_counter_and_a_captured_graph_its_own(monkeypatch):
+    """A graph may be replayed on any stream: a counter that it shared would be claimed from twice at a time."""
+    now = types.SimpleNamespace(stream=0, capturing=False)
+    monkeypatch.setattr(hopper, "_counters", {})
+    active = types.SimpleNamespace(get_current_stream=lambda device: now.stream)
+    monkeypatch.setattr(hopper, "driver", types.SimpleNamespace(active=active))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: now.capturing)
+    default = hopper._counter(torch.device("cpu"))
+    assert hopper._counter(torch.device("cpu")) is default
+    now.stream = 7
+    side = hopper._counter(torch.device("cpu"))
+    assert side is not default and hopper._counter(torch.device("cpu")) is side
+    now.capturing = True
+    one, two = (hopper._counter(torch.device("cpu")) for _ in range(2))
+    assert len({id(x) for x in (default, side, one, two)}) == 4
+
+
 def test_named_release_serves_two_stages():
     """With four, the barriers ran past the sixteen that there are: an illegal instruction on the GPU."""
     assert hopper.ForwardConfig(named_release=True, kv_stages=2)

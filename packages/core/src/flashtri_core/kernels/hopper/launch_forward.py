@@ -235,9 +235,10 @@ def _counter(device: torch.device) -> Tensor:
 
     A captured graph may be replayed on any stream, beside anything: it gets its own pair and its own memset.
     """
-    if torch.cuda.is_current_stream_capturing():
+    stream = driver.active.get_current_stream(device.index)
+    if stream and torch.cuda.is_current_stream_capturing():  # the default stream, 0, cannot be captured
         return torch.zeros(2, dtype=torch.int32, device=device)
-    key = (device.index, driver.active.get_current_stream(device.index))
+    key = (device.index, stream)
     found = _counters.get(key)
     if found is None:
         found = _counters[key] = torch.zeros(2, dtype=torch.int32, device=device)
