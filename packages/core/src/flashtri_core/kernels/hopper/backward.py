@@ -374,9 +374,10 @@ def load_dq(DQ_ACC, block, WG: gl.constexpr, DQ_LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def clear_foreign_queries(tiles, q_stage, do_stage, valid, WG: gl.constexpr, C: gl.constexpr):
+def clear_foreign_queries(tiles, bars, q_stage, do_stage, do_phase, valid, WG: gl.constexpr, C: gl.constexpr):
     """Zero the rows of Q and dO that belong to the next sequence: their P and dS are zero, but 0 * NaN is NaN."""
     if valid < C.block_m:
+        mbarrier.wait(bars.do_full.index(do_stage), do_phase)
         if WG == 0:
             clear_rows(tiles.q.index(q_stage).reshape([C.block_m, C.d]), valid, C.block_m, C.d)
         else:
@@ -407,9 +408,8 @@ def step(
     do = tiles.do.index(do_stage).reshape([BLOCK_M, C.d])
 
     mbarrier.wait(bars.q_full.index(q_stage), q_phase)
-    if MASK and C.packed:
-        mbarrier.wait(bars.do_full.index(do_stage), do_phase)
-        clear_foreign_queries(tiles, q_stage, do_stage, t.Nq - m * BLOCK_M, WG, C)
+    if C.packed:
+        clear_foreign_queries(tiles, bars, q_stage, do_stage, do_phase, t.Nq - m * BLOCK_M, WG, C)
     blank = gl.zeros([HALF, BLOCK_M], gl.float32, S_LAYOUT)
     s = warpgroup_mma(k, q.permute((1, 0)), blank, use_acc=False, is_async=True)
     mbarrier.wait(bars.do_full.index(do_stage), do_phase)
@@ -431,7 +431,7 @@ def step(
     if MASK:
         a, b, width = variant.place(i, j, t.Nq, t.Nk, args.mask)
         p = select(p, a, b, width, OR_ZERO)
-        if C.ragged_keys:
+        if C.ragged_keys and C.past_end:
             p = select(p, t.Nk - 1, j, ANY, OR_ZERO)
     p16 = gl.convert_layout(p.to(dtype), P_LAYOUT)
     p = variant.score_grad(p, raw, args.score)  # linear in its first argument: applied here, no raw score stays alive

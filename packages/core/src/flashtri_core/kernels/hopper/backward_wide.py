@@ -152,9 +152,9 @@ def step(
     zero = opaque_zero()  # K's and V's operand descriptors are built anew in every step
 
     mbarrier.wait(bars.q_full.index(q_stage), q_phase)
-    if MASK and C.packed:
-        mbarrier.wait(bars.do_full.index(do_stage), do_phase)
+    if C.packed:
         if t.Nq - m * HALF < HALF:  # rows of the next sequence: their P and dS are zero, but 0 * NaN is NaN
+            mbarrier.wait(bars.do_full.index(do_stage), do_phase)
             if WG == 0:
                 clear_foreign_rows(tiles.q, q_stage, t.Nq - m * HALF, C.tail)
             else:
@@ -179,7 +179,7 @@ def step(
     if MASK:
         a, b, width = variant.place(i, j, t.Nq, t.Nk, args.mask)
         p = select(p, a, b, width, OR_ZERO)
-        if C.ragged_keys:
+        if C.ragged_keys and C.past_end:
             p = select(p, t.Nk - 1, j, ANY, OR_ZERO)
     tiles.p.index(buffer).slice(WG * SHARE, SHARE, 1).store(p.to(dtype))
     p = variant.score_grad(p, raw, args.score)  # linear in its first argument

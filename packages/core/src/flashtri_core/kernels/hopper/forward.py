@@ -335,12 +335,17 @@ def skip_block(count, bars, WG: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def clear_rows(tile, valid, ROWS: gl.constexpr, COLS: gl.constexpr):
-    """Set rows ``valid`` and up of a tile in shared memory to zero."""
+    """Set rows ``valid`` and up of a tile in shared memory to zero.
+
+    A thread's rows are PASS apart. Compared as they stand, all their numbers would be kept in registers along the loop that
+    this stands in; what is left of ``valid`` is not known before.
+    """
     PER_ROW: gl.constexpr = COLS // 8
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // PER_ROW, PER_ROW], [4, 1], [1, 0])
+    PASS: gl.constexpr = 128 // PER_ROW
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
     x = tile.load(LAYOUT)
-    tile.store(gl.where((rows < valid)[:, None], x, gl.zeros([ROWS, COLS], x.dtype, LAYOUT)))
+    tile.store(gl.where((rows % PASS < valid - rows // PASS * PASS)[:, None], x, gl.zeros([ROWS, COLS], x.dtype, LAYOUT)))
 
 
 @gluon.jit

@@ -49,6 +49,7 @@ class BackwardConfig:
     ragged_keys: bool = False  # a tile may hold fewer than 128 keys
     edge_lo: bool = False  # steps before the free middle may need the mask
     edge_hi: bool = False
+    past_end: bool = True  # as in ForwardConfig
 
 
 @dataclass(frozen=True)
@@ -205,7 +206,8 @@ def specialise(config: BackwardConfig, problem: Problem) -> BackwardConfig:
         used=problem.seqused,
         ragged_keys=ragged,
         edge_lo=mask.Q_LEFT_EDGE or ragged,
-        edge_hi=mask.Q_RIGHT_EDGE or problem.varlen,
+        edge_hi=mask.Q_RIGHT_EDGE,
+        past_end=problem.mask_kind == "full" or problem.window[1] > 0,
     )
 
 
