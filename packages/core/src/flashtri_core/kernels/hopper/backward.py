@@ -483,11 +483,12 @@ def store_rows(
 ):  # fmt: skip
     """64 rows and COLS columns of a gradient leave through ``tile``, the buffer of the operand that they belong to.
 
-    Dense tensors go by TMA, which drops rows past the end. In a packed tensor those rows are the next sequence's.
+    TMA drops rows past the tensor's end. In a packed tensor, rows past the sequence's end are the next one's: where there are
+    some, the others are stored one by one.
     """
     stage = tile.reshape([HALF, COLS])
     stage.store(x.to(tile.dtype))
-    if C.packed:
+    if C.packed and row + HALF > rows:
         PER_ROW: gl.constexpr = COLS // 8
         LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // PER_ROW, PER_ROW], [4, 1], [1, 0])
         offs = row + gl.arange(0, HALF, layout=gl.SliceLayout(1, LAYOUT))
@@ -499,7 +500,7 @@ def store_rows(
         gl.store(ptrs, stage.load(LAYOUT), mask=(offs < rows)[:, None] & (cols < HEAD_DIM)[None, :])
     else:
         fence_async_shared()
-        tma_store(desc, [z, h, row, FIRST], tile)
+        tma_store(desc, [z, h, row0 + row, FIRST], tile)
 
 
 @gluon.jit
