@@ -291,8 +291,12 @@ def _tiling(problem: Problem, heads: int, rows: int, total: int, block: int) -> 
 
 
 def l2_bytes_of(problem: Problem) -> int:
-    """Q, dO, K and V bytes of the heads that run side by side when tiles come longest first; measured best."""
-    return (8 if width(problem) == 64 or problem.seqlen_q <= 1024 else 32) << 20
+    """Q, dO, K and V bytes of the heads that run side by side when tiles come longest first; measured best.
+
+    Twice as many where sequences are packed (by simulation): the longest of them is counted, and most are shorter.
+    """
+    megabytes = 8 if width(problem) == 64 or problem.seqlen_q <= 1024 else 32
+    return megabytes << (21 if problem.varlen else 20)
 
 
 def plan(
@@ -308,7 +312,8 @@ def plan(
     def together(pairs: int, rows: int) -> int:
         if problem.mask_kind == "full" and not problem.varlen:
             return 1
-        return max(1, min(pairs, (full.l2_bytes or l2_bytes_of(problem)) // max(1, rows * row_bytes)))
+        groups = -(-pairs // max(1, (full.l2_bytes or l2_bytes_of(problem)) // max(1, rows * row_bytes)))
+        return -(-pairs // groups)  # equal groups: a small last one is a tail
 
     shares, walked = heads_k * full.group_split, group // full.group_split
     blocks, second, grid = _tiling(problem, shares, problem.seqlen_k, problem.total_k, full.block_n)
