@@ -408,8 +408,8 @@ def finish_tile(
     A row whose maximum is past LARGE_LOG2 was exact in the first block alone, and in another unit: with more blocks it
     becomes NaN. A row that saw no key has l = 0; it gives O = 0 and LSE = -inf.
 
-    Of a dense tensor the scheduler sends O on by TMA, which drops rows past the end. In a packed tensor the rows past the
-    end belong to the next sequence, so this warpgroup stores its own under a mask.
+    The scheduler sends O on by TMA, which drops rows past the tensor's end. In a packed tensor, rows past the sequence's end
+    are the next one's: where there are some, this warpgroup stores the others itself, under a mask.
     """
     M: gl.constexpr = C.block_m // C.warpgroups
     dtype: gl.constexpr = tiles.q[0].dtype
@@ -432,12 +432,12 @@ def finish_tile(
     acc = rescale(acc, 1.0 / l_safe, C)
     main = tiles.q[0].index(q_stage).reshape([M, C.dv])
     main.store(acc[0].to(dtype))
-    if C.packed:
+    if C.packed and row0 + M > Nq:
         store_masked(main, O, stride_o, h, row0, q_row0, Nq, 0, M, C.dv, C)
     if C.dv_tail > 0:
         tail = tiles.q[1].index(q_stage).reshape([M, C.dv_tail])
         tail.store(acc[1].to(dtype))
-        if C.packed:
+        if C.packed and row0 + M > Nq:
             store_masked(tail, O, stride_o, h, row0, q_row0, Nq, C.dv, M, C.dv_tail, C)
     fence_async_shared()
     mbarrier.arrive(bars.o_full.index(q_stage), count=1)
@@ -468,15 +468,18 @@ def send_output(turn, o_descs, tiles, bars, C: gl.constexpr):
     M: gl.constexpr = C.block_m // C.warpgroups
     if turn >= 0:
         start_m = slot_field(tiles.slots, turn % 2, 0, 1)
-        z = slot_field(tiles.slots, turn % 2, 1, 1)
+        z = 0 if C.packed else slot_field(tiles.slots, turn % 2, 1, 1)
         h = slot_field(tiles.slots, turn % 2, 2, 1)
+        q_row0 = slot_field(tiles.slots, turn % 2, 3, 1) if C.packed else 0
+        Nq = slot_field(tiles.slots, turn % 2, 5, 1) if C.packed else 0
         for w in gl.static_range(C.warpgroups):
             stage = (turn % C.q_stages) * C.warpgroups + w
             mbarrier.wait(bars.o_full.index(stage), (turn // C.q_stages) & 1)
-            if not C.packed:
-                tma_store(o_descs[0], [z, h, start_m + w * M, 0], tiles.q[0].index(stage))
+            if not C.packed or start_m + (w + 1) * M <= Nq:  # else finish_tile has stored them
+                row = q_row0 + start_m + w * M
+                tma_store(o_descs[0], [z, h, row, 0], tiles.q[0].index(stage))
                 if C.dv_tail > 0:
-                    tma_store(o_descs[1], [z, h, start_m + w * M, C.dv], tiles.q[1].index(stage))
+                    tma_store(o_descs[1], [z, h, row, C.dv], tiles.q[1].index(stage))
         tma.store_wait(0)
         mbarrier.arrive(bars.q_empty.index(turn % C.q_stages), count=1)
 
