@@ -668,8 +668,10 @@ def consumer(
         first, free_lo, free_hi, last = key_blocks(start_m, C.block_m, Nq, Nk, variant, args, C)
         if C.packed or C.used:
             clear_foreign_keys(count, (last - 1) * C.block_n, Nk, tiles, bars, WG, C)
-        if C.right_edge:  # the tile's last blocks may lie right of all that this warpgroup's rows see
+        if C.right_edge or (C.packed and WG > 0):  # its rows may see none of the tile's last blocks
             _first, free_lo, free_hi, needed = key_blocks(start_m + WG * M, M, Nq, Nk, variant, args, C)
+            if C.packed and WG > 0:
+                needed = gl.where(start_m + WG * M < Nq, needed, first)  # at a sequence's end it may have no rows
             needed = gl.maximum(gl.minimum(needed, last), first + 1)
             for _block in range(needed, last):
                 skip_block(count, bars, WG, C)
