@@ -1,7 +1,8 @@
 """What happens before and after the fused backward: delta and a zeroed accumulator, then fp32 -> 16 bits.
 
 Both are plain Triton and bound by memory bandwidth. Rows come in blocks, numbered as the fused kernel numbers them
-(:func:`.backward.first_block`): here the program number itself.
+(:func:`.backward.first_block`). The last are taken first: the fused kernel begins with the first and ends with the last, and
+what was touched last is found in L2.
 """
 
 from __future__ import annotations
@@ -46,8 +47,9 @@ def attn_bwd_before_kernel(
 
     DELTA_ROWS, if given, receives delta once more in LSE's own layout (the sink's gradient wants it).
     """
-    z, h, row0, start, rows = block_of(tl.program_id(0), heads, Nq, q_blocks, seqs, CU_Q, BLOCK_M)
-    pid = tl.program_id(0).to(tl.int64)
+    pid = tl.num_programs(0) - 1 - tl.program_id(0)
+    z, h, row0, start, rows = block_of(pid, heads, Nq, q_blocks, seqs, CU_Q, BLOCK_M)
+    pid = pid.to(tl.int64)
     offs_m = tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)[None, :]
     seen = start + offs_m < rows
@@ -120,7 +122,7 @@ def attn_bwd_after_kernel(
     The first ``key_programs`` programs convert blocks of 64 keys of dK, as many those of dV, the rest blocks of BLOCK_M
     rows of dQ. Shares are added in their order: the sum is the same in every run.
     """
-    pid = tl.program_id(0)
+    pid = tl.num_programs(0) - 1 - tl.program_id(0)
     if SHARES == 1:
         convert(DQ_ACC, DQ, CU_Q, stride_dq, softmax_scale, pid, heads, Nq, q_blocks, seqs, 1, HEAD_DIM, BLOCK_D, BLOCK_M)
     elif pid < key_programs:
