@@ -29,6 +29,14 @@ def block_of(number, heads, N, blocks, seqs, CU, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def heads_inner(number, heads, blocks, CU):
+    """The blocks of a packed problem with the heads of a row, which lie side by side in memory, one after another."""
+    if CU is not None:
+        number = number % heads * blocks + number // heads
+    return number
+
+
+@triton.jit
 def head_offset(z, h, stride):
     """Elements before head h of batch z, a multiple of 8 as TMA wants it.
 
@@ -47,7 +55,7 @@ def attn_bwd_before_kernel(
 
     DELTA_ROWS, if given, receives delta once more in LSE's own layout (the sink's gradient wants it).
     """
-    pid = tl.num_programs(0) - 1 - tl.program_id(0)
+    pid = heads_inner(tl.num_programs(0) - 1 - tl.program_id(0), heads, q_blocks, CU_Q)
     z, h, row0, start, rows = block_of(pid, heads, Nq, q_blocks, seqs, CU_Q, BLOCK_M)
     pid = pid.to(tl.int64)
     offs_m = tl.arange(0, BLOCK_M)
@@ -88,6 +96,7 @@ def convert(
     An accumulator holds a block as 64 x 64 chunks (columns from D = 128 on, rows at D = 64), each as the 128 threads of a
     warpgroup hold a wgmma result: bit by bit, an offset reads (column group 3, warp 2, row 3, column pair 2, row + 8, column).
     """
+    pid = heads_inner(pid, heads, blocks, CU)
     z, h, row0, start, rows = block_of(pid, heads, N, blocks, seqs, CU, BLOCK)
     SIZE: tl.constexpr = BLOCK * BLOCK_D
     at = pid
