@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from flashtri_core import flash_attn
+from flashtri_core._jit import triton_version
 from flashtri_core.problem import Extras
 from flashtri_core.reference import eager_attention
 from flashtri_core.testing import aot
@@ -189,6 +190,18 @@ def test_shipped_tiles_compile_well(sm90, d, causal, deterministic):
             assert "UTMASTG" in kernel.sass
     last = "attn_bwd_dq_hopper" if deterministic else "attn_bwd_after_kernel"
     assert names == ["attn_bwd_before_kernel", "attn_bwd_hopper", last]
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("causal", [False, True])
+def test_late_dq_compiles_well(sm90, causal):
+    """Long rows of narrow heads: taken with the compilers that have room for it."""
+    tensors = dense(64, n=8192, heads=(4, 4), dtype=torch.bfloat16)
+    p = problem(*tensors, causal=causal)
+    config = hopper.tiles(p, False, 132)
+    assert config.late_dq is (triton_version() < hopper.LATE_DQ_SPILLS)
+    for kernel in compiled(p, Extras(), tensors, False, config):
+        assert_good(kernel, most=96 if config.late_dq else 32)
 
 
 WIDE = {

@@ -172,17 +172,25 @@ def test_many_short_heads_take_a_block_each(case, deterministic, poisoned):
     assert all(torch.equal(x, other[name]) for other in found for name, x in found[0].items())
 
 
+LATE = [
+    Case("full", nq=200, nk=300), Case("causal", nq=300, nk=200, heads=(4, 2), causal=True, alibi="h", sink=True),
+    Case("window", nq=150, nk=300, window=(30, 20), softcap=5.0), Case("used", nq=100, nk=150, batch=2, used=(100, 0)),
+    Case("packed", lengths=((1, 5), (128, 128), (150, 130), (0, 3), (77, 0)), causal=True, tail=(3, 5)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("case", LATE, ids=lambda case: case.name)
+def test_late_dq(case, d, monkeypatch, poisoned):
+    late = {"dq": True, "late_dq": True, "block_m": 8192 // d}  # a softcap is split at D = 64 as shipped
+    use(launch_backward, late, monkeypatch)
+    for seed in range(2):
+        check(dataclasses.replace(case, d=d), BFLOAT, deterministic=(False,), seed=seed)
+
+
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize("q_stages", [2, 3])
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case("full", nq=200, nk=300), Case("causal", nq=300, nk=200, heads=(4, 2), causal=True, alibi="h", sink=True),
-        Case("window", nq=150, nk=300, window=(30, 20), softcap=5.0), Case("used", nq=100, nk=150, batch=2, used=(100, 0)),
-        Case("packed", lengths=((1, 5), (128, 128), (150, 130), (0, 3), (77, 0)), causal=True, tail=(3, 5)),
-    ],
-    ids=lambda case: case.name,
-)  # fmt: skip
+@pytest.mark.parametrize("case", LATE, ids=lambda case: case.name)
 def test_late_dk(case, d, q_stages, monkeypatch, poisoned):
     split, late = launch_backward.split_tiles, {"late_dk": True, "q_stages": q_stages}
     monkeypatch.setattr(launch_backward, "tiles", lambda p, *call: dataclasses.replace(split(p), **late))
@@ -440,6 +448,27 @@ FAULTS = {
         "load_half(k_desc, zb, t.hk % 2,",
         "dq",
         {"group_split": 2},
+    ),
+    "late dQ of half a dS": (
+        "backward.step",
+        "mbarrier.wait(bars.ds_full.index(buffer ^ 1), ((count + 1) // 2 - 1) & 1)",
+        "pass",
+        "dq|fence|reads",
+        {"late_dq": True},
+    ),
+    "late dQ to this step's rows": (
+        "backward.step",
+        "DQ_ACC, before * 2",
+        "DQ_ACC, block * 2",
+        "dq",
+        {"late_dq": True},
+    ),
+    "the last late dQ lost": (
+        "backward.consumer",
+        "count > 0:\n                buffer",
+        "count < 0:\n                buffer",
+        "dq",
+        {"late_dq": True},
     ),
     "dQ to the wrong half": ("backward.step", "DQ_ACC, block * 2 + WG,", "DQ_ACC, block * 2 + 1 - WG,", "dq"),
     "the accumulator not zeroed": ("backward_ends.attn_bwd_before_kernel", "tl.store(zeros,", "(zeros,", "dq"),

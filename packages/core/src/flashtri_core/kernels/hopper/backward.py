@@ -35,6 +35,7 @@ Barriers (``full``: the bytes are there; ``empty``: all readers are done)::
                        q_empty[s]  <-- dK is in registers -----------
     next tile: wait kv_empty           k[w], v[w]       <------------ dK, dV leave through them
 
+With ``C.late_dq`` a step's dQ is issued behind the next step's S^T, under whose exp2 it runs and is added to memory.
 ``ds`` has two buffers and no ``empty`` barrier: a warpgroup that writes buffer b again has waited, one step before, for
 both warpgroups to fill the other buffer, and each of them did that after its last read of b. K's rows are read by both
 warpgroups (dQ), so ``k_done`` counts both in before dK leaves through K's buffer; V's rows are private.
@@ -75,7 +76,7 @@ RED_V4_OPERANDS = gl.constexpr(",".join(["=r"] * 8 + ["f"] * 32 + ["l"] * 32))
 
 STORE_V4 = gl.constexpr(RED_V4.value.replace("red.relaxed.gpu.global.add", "st.relaxed.gpu.global"))
 
-# The same where the first writer stores: $72-$103 say 32 times whether this is it.
+# The same where the first writer stores (FIRST) or only one adds (IF): $72-$103 say 32 times whether this is it.
 _FIRST = "".join(
     f"@p st.relaxed.gpu.global.v4.f32 [$40+{2048 * i}], {{${8 + 4 * i},${9 + 4 * i},${10 + 4 * i},${11 + 4 * i}}};\n"
     f"@!p red.relaxed.gpu.global.add.v4.f32 [$40+{2048 * i}], {{${8 + 4 * i},${9 + 4 * i},${10 + 4 * i},${11 + 4 * i}}};\n"
@@ -84,6 +85,10 @@ _FIRST = "".join(
 FIRST_V4 = gl.constexpr(
     "{\n.reg .pred p;\nsetp.ne.s32 p, $72, 0;\n" + _FIRST + "".join(f"mov.u32 ${i}, 0;\n" for i in range(8)) + "}"
 )
+IF_V4 = gl.constexpr(
+    "{\n.reg .pred p;\nsetp.eq.s32 p, $72, 0;\n@p bra DONE;\n" + _RED + "DONE: "
+    + "".join(f"mov.u32 ${i}, 0;\n" for i in range(8)) + "}"
+)  # fmt: skip
 FIRST_V4_OPERANDS = gl.constexpr(",".join(["=r"] * 8 + ["f"] * 32 + ["l"] * 32 + ["r"] * 32))
 
 # And back: $0-$31 what the thread's eight pieces hold, $32-$63 its address.
@@ -318,13 +323,13 @@ def dq_address(DQ_ACC, chunk, COLS: gl.constexpr, DQ_LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def add_dq(dq, DQ_ACC, chunk, first, COLS: gl.constexpr, DQ_LAYOUT: gl.constexpr, C: gl.constexpr):
-    """Add a [64, COLS] tile to the accumulator, or, where ``first`` (with one writer), put it there."""
+def add_dq(dq, DQ_ACC, chunk, yes, COLS: gl.constexpr, DQ_LAYOUT: gl.constexpr, C: gl.constexpr):
+    """Add a [64, COLS] tile to the accumulator; with ``C.late_dq`` if ``yes``; with ``C.whole_head``, if so, put it there."""
     address = dq_address(DQ_ACC, chunk, COLS, DQ_LAYOUT)
-    if C.whole_head:
-        first = gl.full([HALF, COLS], 0, gl.int32, DQ_LAYOUT) + first.to(gl.int32)
+    if C.whole_head or C.late_dq:
+        yes = gl.full([HALF, COLS], 0, gl.int32, DQ_LAYOUT) + yes.to(gl.int32)
         gl.inline_asm_elementwise(
-            FIRST_V4, FIRST_V4_OPERANDS, [dq, address, first], dtype=gl.int8, is_pure=False, pack=32
+            FIRST_V4 if C.whole_head else IF_V4, FIRST_V4_OPERANDS, [dq, address, yes], dtype=gl.int8, is_pure=False, pack=32
         )
     else:
         gl.inline_asm_elementwise(RED_V4, RED_V4_OPERANDS, [dq, address], dtype=gl.int8, is_pure=False, pack=32)
@@ -388,13 +393,14 @@ def clear_foreign_queries(tiles, bars, q_stage, do_stage, do_phase, valid, WG: g
 
 @gluon.jit
 def step(
-    dk, dv, count, h, m, block, t, seen, unit_log2, variant, args, DQ_ACC, tiles, bars, WG: gl.constexpr, MASK: gl.constexpr,
-    S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, DQ_LAYOUT: gl.constexpr, C: gl.constexpr,
+    dk, dv, count, before, h, m, block, t, seen, unit_log2, variant, args, DQ_ACC, tiles, bars, WG: gl.constexpr,
+    MASK: gl.constexpr, S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, DQ_LAYOUT: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """BLOCK_M query rows of head h: dK, dV of this warpgroup's keys, and this warpgroup's half of the rows' dQ.
 
-    Blocks from ``seen`` on have met an earlier key tile of this thread block. With ``C.late_dk`` a step's dK += dS^T Q
-    is issued in the next step, under whose exp2 it runs; dS^T waits in shared memory.
+    Blocks from ``seen`` on have met an earlier key tile of this thread block; ``before`` is the last step's block, -1 if
+    there was none. With ``C.late_dq`` a step's dQ, or with ``C.late_dk`` its dK += dS^T Q, is issued in the next step, under
+    whose exp2 it runs; dS^T waits in shared memory.
     """
     BLOCK_M: gl.constexpr = C.block_m
     dtype: gl.constexpr = tiles.k.dtype
@@ -412,12 +418,17 @@ def step(
         clear_foreign_queries(tiles, bars, q_stage, do_stage, do_phase, t.Nq - m * BLOCK_M, WG, C)
     blank = gl.zeros([HALF, BLOCK_M], gl.float32, S_LAYOUT)
     s = warpgroup_mma(k, q.permute((1, 0)), blank, use_acc=False, is_async=True)
-    mbarrier.wait(bars.do_full.index(do_stage), do_phase)
-    dp = warpgroup_mma(v, do.permute((1, 0)), blank, use_acc=False, is_async=True)
+    if not C.late_dq:
+        mbarrier.wait(bars.do_full.index(do_stage), do_phase)
+        dp = warpgroup_mma(v, do.permute((1, 0)), blank, use_acc=False, is_async=True)
 
-    if C.late_dk:
-        before, _phase = ring(gl.maximum(count - 1, 0), C.q_stages)  # in the first step dS^T is zero, and any Q will do
-        q_before = tiles.q.index(before).reshape([BLOCK_M, C.d])
+    if C.late_dq:
+        mbarrier.wait(bars.ds_full.index(buffer ^ 1), ((count + 1) // 2 - 1) & 1)  # at once in the first step
+        dq = issue_dq(tiles, buffer ^ 1, zero, WG, DQ_LAYOUT, C)
+        s = warpgroup_mma_wait(1, deps=(s,))
+    elif C.late_dk:
+        q_last, _phase = ring(gl.maximum(count - 1, 0), C.q_stages)  # in the first step dS^T is zero, and any Q will do
+        q_before = tiles.q.index(q_last).reshape([BLOCK_M, C.d])
         dk = warpgroup_mma(tiles.ds.index((buffer ^ 1) * 2 + WG), q_before, dk, is_async=True)
         s = warpgroup_mma_wait(2, deps=(s,))
     else:
@@ -433,6 +444,11 @@ def step(
         p = select(p, a, b, width, OR_ZERO)
         if C.ragged_keys and C.past_end:
             p = select(p, t.Nk - 1, j, ANY, OR_ZERO)
+    if C.late_dq:
+        mbarrier.wait(bars.do_full.index(do_stage), do_phase)
+        dq = warpgroup_mma_wait(0, deps=(dq,))
+        dp = warpgroup_mma(v, do.permute((1, 0)), blank, use_acc=False, is_async=True)
+        add_dq(dq, DQ_ACC, before * 2 + WG, before >= 0, HALF, DQ_LAYOUT, C)
     p16 = gl.convert_layout(p.to(dtype), P_LAYOUT)
     p = variant.score_grad(p, raw, args.score)  # linear in its first argument: applied here, no raw score stays alive
     if C.early_dv:
@@ -452,7 +468,7 @@ def step(
         mbarrier.arrive(bars.ds_full.index(buffer), count=1)
     if not C.early_dv:
         dv = warpgroup_mma(p16, do, dv, is_async=True)
-    if C.dq:
+    if C.dq and not C.late_dq:
         mbarrier.wait(bars.ds_full.index(buffer), ds_phase)
         dq = issue_dq(tiles, buffer, zero, WG, DQ_LAYOUT, C)
         dk = warpgroup_mma(ds16, q, dk, is_async=True)
@@ -468,7 +484,7 @@ def step(
     if C.late_dk:
         dk, dv = warpgroup_mma_wait(0, deps=(dk, dv))
         mbarrier.arrive(bars.do_empty.index(do_stage), count=1)
-        mbarrier.arrive(bars.q_empty.index(before), count=1, pred=count > 0)
+        mbarrier.arrive(bars.q_empty.index(q_last), count=1, pred=count > 0)
     else:
         dk = warpgroup_mma_wait(0, deps=(dk,))
         mbarrier.arrive(bars.q_empty.index(q_stage), count=1)
@@ -527,6 +543,7 @@ def consumer(
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, KV_LAYOUT, 2)
     DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     count = 0
+    before = gl.program_id(0) * 0 - 1  # block of the last step; none yet
     seen = sizes.q_blocks
     if C.late_dk:
         tiles.ds.index(2 + WG).store(gl.zeros([HALF, C.block_m], tiles.k.dtype, S_LAYOUT))
@@ -550,24 +567,33 @@ def consumer(
             block0 = first_query_block(t.z, h, t.q_row0, sizes, C)
             if C.edge_lo:
                 for m in range(t.lo, t.free_lo):
-                    dk, dv = step(dk, dv, count, h, m, block0 + m, t, seen, unit_log2, variant, args, DQ_ACC, tiles, bars,
-                                  WG, True, S_LAYOUT, P_LAYOUT, DQ_LAYOUT, C)  # fmt: skip
+                    dk, dv = step(dk, dv, count, before, h, m, block0 + m, t, seen, unit_log2, variant, args, DQ_ACC, tiles,
+                                  bars, WG, True, S_LAYOUT, P_LAYOUT, DQ_LAYOUT, C)  # fmt: skip
                     count += 1
+                    before = block0 + m
             for m in range(gl.maximum(t.lo, t.free_lo), t.free_hi):
-                dk, dv = step(dk, dv, count, h, m, block0 + m, t, seen, unit_log2, variant, args, DQ_ACC, tiles, bars,
-                              WG, False, S_LAYOUT, P_LAYOUT, DQ_LAYOUT, C)  # fmt: skip
+                dk, dv = step(dk, dv, count, before, h, m, block0 + m, t, seen, unit_log2, variant, args, DQ_ACC, tiles,
+                              bars, WG, False, S_LAYOUT, P_LAYOUT, DQ_LAYOUT, C)  # fmt: skip
                 count += 1
+                before = block0 + m
             if C.edge_hi:
                 for m in range(t.free_hi, t.hi):
-                    dk, dv = step(dk, dv, count, h, m, block0 + m, t, seen, unit_log2, variant, args, DQ_ACC, tiles, bars,
-                                  WG, True, S_LAYOUT, P_LAYOUT, DQ_LAYOUT, C)  # fmt: skip
+                    dk, dv = step(dk, dv, count, before, h, m, block0 + m, t, seen, unit_log2, variant, args, DQ_ACC, tiles,
+                                  bars, WG, True, S_LAYOUT, P_LAYOUT, DQ_LAYOUT, C)  # fmt: skip
                     count += 1
+                    before = block0 + m
         if C.late_dk:
             if count > 0:
                 stage, _phase = ring(count - 1, C.q_stages)
                 last = tiles.ds.index(((count - 1) & 1) * 2 + WG)
                 dk = warpgroup_mma(last, tiles.q.index(stage).reshape([C.block_m, C.d]), dk, is_async=True)
                 dk = warpgroup_mma_wait(0, deps=(dk,))
+        if C.late_dq:
+            if count > 0:
+                buffer, phase = ring(count - 1, 2)
+                mbarrier.wait(bars.ds_full.index(buffer), phase)
+                dq = warpgroup_mma_wait(0, deps=(issue_dq(tiles, buffer, 0, WG, DQ_LAYOUT, C),))
+                add_dq(dq, DQ_ACC, before * 2 + WG, before >= 0, HALF, DQ_LAYOUT, C)
         zb = 0 if C.packed else t.z
         row = t.start_n + WG * HALF
         if C.group_split > 1:
