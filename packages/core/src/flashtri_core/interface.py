@@ -85,7 +85,7 @@ def flash_attn(
 
     Source: Dao, FlashAttention-2 (2023), algorithms 1 and 2.
     """
-    plain = not ops.looked_into(q, k, v)
+    plain = not ops.watched(q, k, v)
     if not plain or torch._C._is_any_autocast_enabled() or forward_ad._current_level >= 0:
         q, k, v = _cast(q, k, v)
     _check_bools(FLAGS, return_lse, return_max_logits, validate)

@@ -103,7 +103,7 @@ def known(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...], return_max:
     """The plan of a call without optional tensors, if one like it has run before, which has then been checked too."""
     try:
         return _plans.get(_forward_key(q, k, v, NO_EXTRAS, options, return_max))
-    except RuntimeError:  # nested and sparse tensors have no strides
+    except RuntimeError:  # nested and sparse tensors have no strides, wrapped ones no address
         return None
 
 
@@ -279,21 +279,25 @@ class _Eager(torch.autograd.Function):
         return *_gradients(ctx, bwd, do, dlse, ctx.needs_input_grad[:5]), None
 
 
-#: ``_Eager.apply`` without the search for functorch that ``looked_into`` makes as well, and for less.
+#: ``_Eager.apply`` without the search for functorch that ``watched`` makes as well, and for less.
 _eager: Callable[..., Any] = super(torch.autograd.Function, _Eager).apply
 _PLAIN = {Tensor, Parameter}
 
 
-def looked_into(*tensors: Tensor) -> bool:
+def watched(*tensors: Tensor) -> bool:
     """Does something look into operators here: torch.compile, export, fake tensors, subclasses, modes, functorch, tracing?"""
     return (
         torch.compiler.is_compiling()
         or not _PLAIN.issuperset(map(type, tensors))
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._functorch.peek_interpreter_stack() is not None
-        or any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors))  # left over from a transform that is done
         or torch._C._get_tracing_state() is not None
     )
+
+
+def looked_into(*tensors: Tensor) -> bool:
+    """The same, or is a tensor wrapped, left over from a transform that is done? It has no address, and so no plan."""
+    return watched(*tensors) or any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors))
 
 
 def attention(
@@ -303,7 +307,7 @@ def attention(
     """(out, lse, row_max), None or anything for what is not asked for; ``options`` are the operators' after the tensors.
 
     Plain tensors in eager mode go to the launcher directly; everybody else gets the operator. ``plan`` is from
-    :func:`known`, whose caller has asked :func:`looked_into`.
+    :func:`known`, whose caller has asked :func:`watched`.
     """
     if plan is None and (looked_into(q, k, v) or not (q.is_cuda or q.is_cpu)):
         return torch.ops.flashtri.fwd(q, k, v, *extras, *options, return_max)  # type: ignore[no-any-return]
