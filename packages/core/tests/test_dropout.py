@@ -39,26 +39,28 @@ def test_eager_philox(key):
 if HAS_TRITON:
 
     @jit
-    def keep_kernel(OUT, rng, levels, z, h, m0, n0, M: tl.constexpr, N: tl.constexpr):
-        keep = dropout_keep_tile(z, h, m0, n0, (rng, levels), M, N)
-        tl.store(OUT + tl.arange(0, M)[:, None] * N + tl.arange(0, N)[None, :], keep.to(tl.int8))
+    def drop_kernel(OUT, rng, levels, z, h, m0, n0, M: tl.constexpr, N: tl.constexpr):
+        at = OUT + tl.arange(0, M)[:, None] * N + tl.arange(0, N)[None, :]
+        tl.store(at, dropout_drop(tl.load(at), z, h, m0, n0, (rng, levels)))
 
-    dropout_keep_tile = dropout.keep_tile
+    dropout_drop = dropout.drop
 
 
 @pytest.mark.parametrize(
     "device", [pytest.param("cpu", marks=pytest.mark.interpreter), pytest.param("cuda", marks=pytest.mark.gpu)]
 )
 @pytest.mark.parametrize(
-    ("z", "h", "m0", "n0", "p"), [(0, 0, 0, 0, 0.5), (3, 7, 48, 96, 0.1), (1, 2, 70000, 65504, 0.9)]
+    ("z", "h", "m0", "n0", "p"),
+    [(0, 0, 0, 0, 0.5), (3, 7, 48, 96, 0.1), (1, 2, 70000, 65504, 0.9), (1, 1, 64, 32, 0.9999), (2, 1, 16, 64, 0.001)],
 )
 def test_kernel_bits_are_the_eager_twin_s(device, z, h, m0, n0, p):
     rng = torch.tensor([(1 << 62) - 5, (1 << 61) + 0xFFFFFFF0], device=device)
-    out = torch.zeros(32, 64, dtype=torch.int8, device=device)
-    keep_kernel[(1,)](out, rng, dropout.levels(p), z, h, m0, n0, 32, 64)
+    p_tile = torch.rand(32, 64, device=device) + 0.5
+    out = p_tile.clone()
+    drop_kernel[(1,)](out, rng, dropout.levels(p), z, h, m0, n0, 32, 64)
     i, j = torch.arange(m0, m0 + 32, device=device)[:, None], torch.arange(n0, n0 + 64, device=device)[None, :]
     want = dropout.keep_eager(rng, torch.full_like(i, z), torch.full_like(i, h), i, j, p)
-    assert torch.equal(out.bool(), want)
+    assert torch.equal(out, p_tile * want)
 
 
 @pytest.mark.parametrize("p", [0.1, 0.2, 0.5, 0.9])

@@ -14,7 +14,7 @@ from ..variants.attn_bias import in_memory, load_tile, tile_pointers
 from ..variants.attn_mask import any_visible
 from .forward import masked_scores
 from .schedule import block_bounds, dense_tile, packed_tile, span_of
-from .softmax import ds_from_p, p_from_lse, pivot_of
+from .softmax import p_from_lse, pivot_of
 from .tiles import head_base, load_rows, store_rows
 
 
@@ -47,15 +47,16 @@ def p_and_ds(
     s_dot, dp_dot, lse_log2, delta, z, h, start_m, start_n, i, j, Nq, Nk, variant, args, mask, unit_log2,
     EDGE: tl.constexpr, RAGGED: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
-    """From the products QK^T and dO V^T to (p for dV, dS, dqk), tile by tile; dqk still lacks softmax_scale.
+    """From the products QK^T and dO V^T to (p for dV, dS, dqk), tile by tile, before ``rescale`` and softmax_scale.
 
     All tiles are [BLOCK_M, BLOCK_N]; lse and delta are columns.
     """
     raw = variant.score(s_dot, args.score)
     s = masked_scores(raw, z, h, i, j, Nq, Nk, variant, args, mask, EDGE, RAGGED, HAS_MASK)
     p = p_from_lse(s, lse_log2, unit_log2)
-    ds = ds_from_p(p, variant.drop(dp_dot, z, h, start_m, start_n, args.drop), delta)
-    return variant.drop(p, z, h, start_m, start_n, args.drop), ds, variant.score_grad(ds, raw, args.score)
+    kept = variant.drop(p, z, h, start_m, start_n, args.drop)
+    ds = variant.drop_grad(p, kept, dp_dot, delta, args.drop)
+    return kept, ds, variant.score_grad(ds, raw, args.score)
 
 
 # --8<-- [start:bwd-dkdv]
@@ -112,8 +113,8 @@ def attn_bwd_dkdv_kernel(
                     dk = tl.dot(tl.trans(dqk.to(q.dtype)), q, dk)
 
     used = (offs_n < Nk)[:, None]  # keys past seqused_k are in memory but in nobody's softmax
-    dk = tl.where(used, dk * softmax_scale, 0.0)
-    dv = tl.where(used, dv, 0.0)
+    dk = tl.where(used, variant.rescale(dk, args.drop) * softmax_scale, 0.0)
+    dv = tl.where(used, variant.rescale(dv, args.drop), 0.0)
     store_rows(head_base(DK, stride_dk, zb, hk, k_row0), stride_dk, start_n, k_rows, dk, HEAD_DIM, BLOCK_N, BLOCK_D)
     store_rows(head_base(DV, stride_dv, zb, hk, k_row0), stride_dv, start_n, k_rows, dv, HEAD_DIM_V, BLOCK_N, BLOCK_DV)
 
@@ -173,11 +174,12 @@ def attn_bwd_dq_kernel(
                         variant, args, mask, unit_log2, span != 1, span != 1, HAS_MASK,
                     )  # fmt: skip
                     dq = tl.dot(dqk.to(k.dtype), k, dq)
+                    ds = variant.rescale(ds, args.drop)
                     if part > 0:
                         ds += before.to(tl.float32)
                     if WITH_DBIAS:
                         store_dbias(dbias, ds, z // SHARE, h, i, j, Nq, nk, span != 1)
-        dq *= softmax_scale
+        dq = variant.rescale(dq, args.drop) * softmax_scale
         store_rows(head_base(DQ, stride_dq, zb, h, q_row0), stride_dq, start_m, Nq, dq, HEAD_DIM, BLOCK_M, BLOCK_D)
         if SHARE > 1:
             tl.debug_barrier()  # what this program's threads stored of dBias is there before any of them adds to it
@@ -248,6 +250,7 @@ def attn_bwd_dbias_kernel(
                             variant, args, mask, unit_log2, True, True, HAS_MASK,
                         )  # fmt: skip
                         db += ds
+    db = variant.rescale(db, args.drop)
     # the bias's own rows and columns: a broadcast axis was summed inside the tile as well
     base = DBIAS + bz.to(tl.int64) * stride_db[0] + bh.to(tl.int64) * stride_db[1]
     offs_m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)

@@ -85,7 +85,7 @@ def attn_fwd_kernel(
                 acc = tl.dot(p.to(v.dtype), v, acc)
 
     # once, after the loop
-    o, lse = finalize(acc, m_i, l_i, unit_log2)
+    o, lse = finalize(variant.rescale(acc, args.drop), m_i, l_i, unit_log2)
     store_rows(head_base(O, stride_o, zb, h, q_row0), stride_o, start_m, Nq, o, HEAD_DIM_V, BLOCK_M, BLOCK_DV)
     rows = zb.to(tl.int64) * stride_lse[0] + h.to(tl.int64) * stride_lse[1] + q_row0 + offs_m
     tl.store(LSE + rows, lse, mask=offs_m < Nq)

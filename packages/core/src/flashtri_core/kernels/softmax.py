@@ -64,20 +64,14 @@ def finalize(acc, m_i, l_i, unit_log2):
 # --8<-- [end:finalize]
 
 
-# --8<-- [start:bwd-p-ds]
+# --8<-- [start:bwd-p]
 @jit
 def p_from_lse(s, lse_log2, unit_log2):
     """Rebuild the probabilities from the saved log-sum-exp: no running maximum is needed the second time."""
     return tl.math.exp2(s * unit_log2 - lse_log2)  # [BLOCK_M, BLOCK_N] or transposed
 
 
-@jit
-def ds_from_p(p, dp, delta):
-    """Gradient of the softmax: ds = p * (dp - delta), delta the row sum of dO * O less the gradient of LSE."""
-    return p * (dp - delta)  # [BLOCK_M, BLOCK_N] or transposed
-
-
-# --8<-- [end:bwd-p-ds]
+# --8<-- [end:bwd-p]
 
 
 @jit

@@ -6,7 +6,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from . import alibi, attn_bias, attn_mask, causal, dropout, full, plain, sink, softcap, window
-from .contract import Variant, VariantArgs, no_alibi, no_bias, no_drop, no_slope
+from .contract import Variant, VariantArgs, no_alibi, no_bias, no_drop, no_drop_grad, no_rescale, no_slope
 
 if TYPE_CHECKING:
     from ..problem import Extras, Problem
@@ -54,6 +54,7 @@ def assemble(problem: Problem, extras: Extras) -> tuple[Variant, VariantArgs, fl
     if slopes is not None:
         alibi_args = (slopes, slopes.stride(0) if slopes.dim() == 2 else 0, slopes.stride(-1), 1.0 / unit)
     behind = problem.mask_kind == "causal" or (problem.mask_kind == "window" and problem.window[1] == 0)
+    drops = problem.dropout_p > 0
     variant = Variant(
         keep=mask.keep,
         place=mask.place,
@@ -64,16 +65,16 @@ def assemble(problem: Problem, extras: Extras) -> tuple[Variant, VariantArgs, fl
         slope=alibi.slope if slopes is not None else no_slope,
         alibi=no_alibi if slopes is None else alibi.add_behind if behind else alibi.add,
         bias=attn_bias.add if bias is not None else no_bias,
-        drop=dropout.drop if problem.dropout_p > 0 else no_drop,
+        drop=dropout.drop if drops else no_drop,
+        drop_grad=dropout.drop_grad if drops else no_drop_grad,
+        rescale=dropout.rescale if drops else no_rescale,
     )
     args = VariantArgs(
         mask=problem.window if problem.mask_kind == "window" else (),
         score=score,
         alibi=alibi_args,
         bias=attn_bias.pointer_args(bias) if bias is not None else (),
-        drop=(extras.rng, dropout.levels(problem.dropout_p), dropout.keep_scale(problem.dropout_p))
-        if problem.dropout_p > 0
-        else (),
+        drop=(extras.rng, dropout.levels(problem.dropout_p), dropout.keep_scale(problem.dropout_p)) if drops else (),
     )
     return variant, args, unit * LOG2E
 

@@ -21,8 +21,10 @@ Index tiles: ``i`` query rows [BLOCK_M, 1] and ``j`` keys [1, BLOCK_N], int32, c
 ``alibi``       ``(s, slope, i, j, Nq, Nk) -> s`` plus an additive term without gradient of its own
 ``bias``        ``(s, z, h, i, j, Nq, Nk, args, EDGE) -> s`` plus the user's additive bias (its gradient has its own
                 kernel); EDGE says whether the tile may reach past Nk
-``drop``        ``(p, z, h, start_m, start_n, args) -> p`` [BLOCK_M, BLOCK_N]: dropped entries 0, kept ones divided by the
-                keep probability
+``drop``        ``(p, z, h, start_m, start_n, args) -> kept`` [BLOCK_M, BLOCK_N]: p with 0 where it is dropped
+``drop_grad``   ``(p, kept, dp, delta, args) -> ds``, the gradient of softmax and dropout up to the factor of ``rescale``
+``rescale``     ``(x, args) -> x`` divided by the keep probability: once per output, behind the loops, since O and every
+                gradient are linear in it
 =============  ==================================================================================================
 """
 
@@ -46,6 +48,8 @@ class Variant(NamedTuple):
     alibi: Any
     bias: Any
     drop: Any
+    drop_grad: Any
+    rescale: Any
 
 
 class VariantArgs(NamedTuple):
@@ -80,3 +84,19 @@ def no_bias(s, z, h, i, j, Nq, Nk, args, EDGE: tl.constexpr):
 def no_drop(p, z, h, start_m, start_n, args):
     """Probability axis when unused: the probabilities themselves."""
     return p
+
+
+# --8<-- [start:bwd-ds]
+@jit
+def no_drop_grad(p, kept, dp, delta, args):
+    """Gradient of the softmax: ds = p * (dp - delta), delta the row sum of dO * O less the gradient of LSE."""
+    return p * (dp - delta)  # [BLOCK_M, BLOCK_N]
+
+
+# --8<-- [end:bwd-ds]
+
+
+@jit
+def no_rescale(x, args):
+    """What was summed over probabilities, none of them dropped."""
+    return x
