@@ -300,10 +300,10 @@ def _tiling(problem: Problem, heads: int, rows: int, total: int, block: int) -> 
 def l2_bytes_of(problem: Problem) -> int:
     """Q, dO, K and V bytes of the heads that run side by side when tiles come longest first; measured best.
 
-    Twice as many where sequences are packed (by simulation): the longest of them is counted, and most are shorter.
+    Four times as many where sequences are packed (by simulation): the longest of them is counted, and most are shorter.
     """
     megabytes = 8 if width(problem) == 64 or problem.seqlen_q <= 1024 else 32
-    return megabytes << (21 if problem.varlen else 20)
+    return megabytes << (22 if problem.varlen else 20)
 
 
 def plan(
