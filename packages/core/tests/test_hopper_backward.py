@@ -338,8 +338,10 @@ def test_packed_kernels_compile_well(sm90, d, deterministic):
     cu = torch.zeros(4, dtype=torch.int32)
     tensors = tuple(torch.empty(512, heads, d, dtype=torch.float16) for heads in (4, 2, 2))
     extras = Extras(cu_seqlens_q=cu, cu_seqlens_k=cu)
+    newer = d == 64 and not triton.__version__.startswith("3.6.")  # as in test_shipped_tiles_compile_well
+    most, inside = (400, 40) if newer and deterministic else (256, 0)
     for kernel in compiled(problem(*tensors, extras, 256, 256, causal=True), extras, tensors, deterministic):
-        assert_good(kernel, most=256)
+        assert_good(kernel, most=most, inside=inside)
 
 
 # ---------------------------------------------------------------------------------------------------------- GPU

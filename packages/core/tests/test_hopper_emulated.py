@@ -139,6 +139,16 @@ def test_forward_schedules(name, causal, monkeypatch, poisoned):
         check(Case("schedule", heads=(4, 2), nq=400, nk=330, d=64, causal=causal), HALF, backward=False, seed=seed)
 
 
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("name", ["three warpgroups", "named barriers", "one Q stage"])
+def test_warpgroups_without_rows(name, causal, monkeypatch, poisoned):
+    """At a sequence's end, where the others have several key blocks to compute."""
+    use(launch_forward, FORWARD[name], monkeypatch)
+    lengths = ((200, 300), (70, 70), (1, 270), (0, 3), (193, 193), (300, 130))
+    for seed in range(2):
+        check(Case("ends", lengths=lengths, d=64, causal=causal, tail=(3, 5)), HALF, backward=False, seed=seed)
+
+
 @pytest.mark.parametrize("options", [dict(early_dv=True), dict(q_stages=3), dict(do_stages=3)], ids=str)
 @pytest.mark.parametrize("d", [64, 128])
 def test_backward_schedules(d, options, monkeypatch, poisoned):
