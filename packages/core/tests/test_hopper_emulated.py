@@ -140,11 +140,14 @@ def test_forward_schedules(name, causal, monkeypatch, poisoned):
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("name", ["three warpgroups", "named barriers", "one Q stage"])
-def test_warpgroups_without_rows(name, causal, monkeypatch, poisoned):
+@pytest.mark.parametrize("options", [
+    dict(block_m=192, warpgroups=3, kv_stages=3, turns=True, resident=1),
+    dict(block_m=128, warpgroups=2, kv_stages=2, turns=True, resident=1, named_release=True),
+], ids=["three", "two"])  # fmt: skip
+def test_warpgroups_without_rows(options, causal, monkeypatch, poisoned):
     """At a sequence's end, where the others have several key blocks to compute."""
-    use(launch_forward, FORWARD[name], monkeypatch)
-    lengths = ((200, 300), (70, 70), (1, 270), (0, 3), (193, 193), (300, 130))
+    use(launch_forward, options, monkeypatch)
+    lengths = ((200, 300), (65, 300), (1, 270), (0, 3), (193, 193), (300, 130))
     for seed in range(2):
         check(Case("ends", lengths=lengths, d=64, causal=causal, tail=(3, 5)), HALF, backward=False, seed=seed)
 
