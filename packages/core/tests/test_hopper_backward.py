@@ -7,7 +7,7 @@ import types
 import pytest
 import torch
 
-from flashtri_core import flash_attn
+from flashtri_core import flash_attn, flash_attn_varlen
 from flashtri_core._jit import triton_version
 from flashtri_core.problem import Extras
 from flashtri_core.reference import eager_attention
@@ -68,7 +68,19 @@ def test_workspace(d, heads):
     for split in (1, 2, 4)[: 1 if heads[1] == 8 else 3]:
         plan = hopper.plan(p, False, dataclasses.replace(hopper.fused_tiles(p), group_split=split))
         shares = (split * keys * d if split > 1 else 0,) * 2
-        assert plan.workspace == (rows, rows, rows * d, *shares)  # float32
+        assert plan.workspace == (rows, rows, rows * d, *shares, 0)  # float32
+    if d < 256:
+        semaphores = 8 * rows * d // 8192  # eight for each block of rows
+        assert hopper.plan(p, False, hopper.ordered_tiles(p)).workspace == (rows, rows, rows * d, 0, 0, semaphores)
+
+
+def test_ordered_additions_go_with_heads_side_by_side():
+    """Under any mask: the tiles of a head that begin together wait for one another."""
+    for causal in (False, True):
+        p = problem(*dense(n=1024, heads=(8, 8)), causal=causal)
+        config = dataclasses.replace(hopper.ordered_tiles(p), l2_bytes=3 * 1024 * 1024)
+        assert hopper.plan(p, False, config).sizes[6] == 3
+        assert hopper.plan(p, False, dataclasses.replace(config, ordered=False)).sizes[6] == (3 if causal else 1)
 
 
 def test_whole_head_refuses_what_it_would_get_wrong():
@@ -85,7 +97,8 @@ def test_whole_head_refuses_what_it_would_get_wrong():
 @pytest.mark.parametrize(("d", "change", "words"), [
     (64, dict(block_m=64), "block_m"), (128, dict(block_m=128), "block_m"), (128, dict(late_dk=True), "late_dk"),
     (64, dict(whole_head=True, dq=False), "whole_head"), (64, dict(whole_head=True, group_split=2), "group_split"),
-    (128, dict(group_split=0), "group_split"), (128, dict(group_split=4), "group_split: must divide the 2 query heads"),
+    (64, dict(ordered=True, dq=False), "ordered"), (64, dict(ordered=True, whole_head=True), "ordered"),
+    (256, dict(ordered=True), "ordered"), (64, dict(ordered=True, late_dq=True), "ordered"), (128, dict(group_split=0), "group_split"), (128, dict(group_split=4), "group_split: must divide the 2 query heads"),
 ])  # fmt: skip
 def test_configurations_that_do_not_fit_are_refused(d, change, words):
     p = problem(*dense(d))
@@ -301,6 +314,30 @@ def test_late_dk_compiles_well(sm90, causal):
         )
 
 
+#: Bytes of per-tile scalars that ordered additions keep in local memory, at D = 64 and 128, and whether compiling takes long.
+ORDERED = {
+    "full": (dict(), (4, 4), 32, 16, ()),
+    "causal": (dict(causal=True), (4, 4), 48, 16, ()),
+    "group": (dict(causal=True), (4, 2), 96, 64, ()),
+    "ragged": (dict(causal=True, seqlen_k=250), (4, 4), 80, 32, pytest.mark.slow),
+    "window": (dict(window_left=100, window_right=0), (4, 4), 48, 24, pytest.mark.slow),
+}
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=ORDERED[name][-1]) for name in ORDERED])
+def test_ordered_additions_compile_well(sm90, name, d):
+    """No spill in the unmasked loop, where the fused kernel has none."""
+    change, heads, *most, _marks = ORDERED[name]
+    tensors = dense(d, heads=heads, dtype=torch.bfloat16)
+    p = dataclasses.replace(problem(*tensors), **change)
+    _before, main, _after = compiled(p, Extras(), tensors, False, hopper.ordered_tiles(p))
+    assert_good(main, most=most[d == 128], inside=0)
+    assert "REDG" in main.sass
+    assert "MEMBAR.ALL.GPU" in main.sass
+
+
 FEATURES = {
     "group": (dict(causal=True), {}),
     "ragged": (dict(seqlen_k=250), {}),
@@ -384,7 +421,7 @@ def run(p, q, k, v, do, out, lse, dlse=None, extras=Extras(), deterministic=Fals
     return (dq, dk, dv) if dsink is None else (dq, dk, dv, dsink)
 
 
-PATHS = ("fused", "split", "late dK", "whole head", "shared fused", "shared split")
+PATHS = ("fused", "ordered", "split", "late dK", "whole head", "shared fused", "shared ordered", "shared split")
 
 
 def paths_of(p):
@@ -400,6 +437,12 @@ def paths_of(p):
         "late dK": dict(config=dataclasses.replace(split, late_dk=True, q_stages=3)),
         "shared split": dict(config=dataclasses.replace(split, **share)),
     } | shared
+    ordered = hopper.ordered_tiles(p)
+    if ordered.ordered:
+        found |= {
+            "ordered": dict(config=ordered),
+            "shared ordered": dict(config=dataclasses.replace(ordered, **share)),
+        }
     return found if hopper.whole_head_reason(p) else found | {"whole head": dict(config=hopper.whole_head(p))}
 
 
@@ -484,6 +527,47 @@ def test_any_strides_of_do():
         got = run(p, q, k, v, do, out.to(q.dtype), lse.float(), deterministic=True)
         want = run(p, q, k, v, do.contiguous(), out.to(q.dtype), lse.float(), deterministic=True)
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("place", range(3))
+@pytest.mark.parametrize("kind", ["full", "causal", "window", "packed"])
+@pytest.mark.parametrize("d", [64, 128])
+def test_ordered_additions_over_several_waves(d, kind, place):
+    """More thread blocks than run side by side, whose key tiles wait for one another. Other work shifts the timing."""
+    p, tensors, extras = several_waves(d, kind)
+    q, k, v, do, out, lse = tensors
+    config = dataclasses.replace(hopper.ordered_tiles(p), pass_at=place, l2_bytes=(8, 1, 64)[place] << 20)
+    want = run(p, q, k, v, do, out, lse, extras=extras, config=config)
+    fused = run(p, q, k, v, do, out, lse, extras=extras, config=hopper.fused_tiles(p))
+    for x, y in zip(want, fused, strict=True):
+        torch.testing.assert_close(x, y, atol=1e-3, rtol=2e-2)
+    load, side = torch.randn(2048, 2048, device="cuda"), torch.cuda.Stream()
+    for i in range(200):
+        if i % 10 == 0:
+            with torch.cuda.stream(side):
+                load @ load
+        got = run(p, q, k, v, do, out, lse, extras=extras, config=config)
+        assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True)), i
+
+
+def several_waves(d, kind):
+    """A problem of 2048 thread blocks, or 1136 where packed; q, k, v, do, out and lse; and its extras."""
+    if kind == "packed":
+        lengths = [1, 3000, 128, 0, 777, 4000, 286]
+        cu = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
+        q, k, v, do = (randn(sum(lengths), heads, d, seed=i) for i, heads in enumerate((32, 16, 16, 32)))
+        extras = Extras(cu_seqlens_q=cu, cu_seqlens_k=cu)
+        p = problem(q, k, v, extras, max(lengths), max(lengths), causal=True)
+        call = flash_attn_varlen(
+            q, k, v, cu, cu, max(lengths), max(lengths), causal=True, impl="hopper", return_lse=True
+        )
+        return p, (q, k, v, do, *call), extras
+    q, k, v, do = (randn(4, heads, 2000, d, seed=i) for i, heads in enumerate((32, 32, 32, 32)))
+    window = (300, 100) if kind == "window" else (-1, -1)
+    p = problem(q, k, v, causal=kind == "causal", window_left=window[0], window_right=window[1])
+    call = flash_attn(q, k, v, causal=kind == "causal", window_size=window, impl="hopper", return_lse=True)
+    return p, (q, k, v, do, *call), Extras()
 
 
 @pytest.mark.gpu

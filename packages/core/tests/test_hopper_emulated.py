@@ -258,6 +258,125 @@ def test_a_split_that_does_not_divide_the_group_is_refused(monkeypatch):
         cases.run(given, "hopper")
 
 
+# ------------------------------------------------------------------------------------------------- ordered additions
+ORDERED = {
+    "full": Case("full", batch=2, nq=200, nk=400),
+    "full, ragged": Case("full", heads=(4, 2), nq=330, nk=300, layouts=("rows_first",) * 4),
+    "causal": Case("causal", nq=300, nk=400, heads=(4, 2), causal=True, sink=True),
+    "causal, rows that see nothing": Case("causal", nq=450, nk=300, causal=True),
+    "window": Case("window", nq=500, nk=500, heads=(2, 1), window=(150, 20)),
+    "window of one key": Case("window", nq=300, nk=420, window=(0, 0)),
+    "window, open to the left": Case("window", nq=420, nk=300, window=(-1, 20)),
+    "scores": Case("scores", nq=150, nk=300, causal=True, softcap=5.0, alibi="h"),
+    "used": Case("used", batch=3, nq=150, nk=300, used=(139, 0, 300), causal=True),
+    "packed": Case("packed", heads=(6, 2), lengths=((1, 5), (70, 280), (0, 3), (77, 0), (200, 150)), causal=True, tail=(3, 5)),
+    "packed, full": Case("packed", lengths=((150, 330), (128, 128), (65, 300)), tail=(3, 5)),
+    "packed window": Case("packed", heads=(4, 2), lengths=((150, 260), (1, 5), (200, 140)), window=(90, 10)),
+}  # fmt: skip
+
+
+def ordered(monkeypatch, **options):
+    """Launch the fused kernel with dQ's additions in order; returns a list of the workspaces that it gets."""
+    tiles, workspace, used = launch_backward.ordered_tiles, launch_backward.workspace, []
+    monkeypatch.setattr(launch_backward, "tiles", lambda p, *call: dataclasses.replace(tiles(p), **options))
+    monkeypatch.setattr(launch_backward, "workspace", lambda *call: used.append(workspace(*call)) or used[-1])
+    return used
+
+
+def some_orders(given, right, eager, used, seeds, **emulation):
+    """Gradients within the budget, and the same bits, with one, two and three thread blocks side by side.
+
+    The same bits of dQ's fp32 accumulator: rounded to 16 bits, most sums in another order are equal.
+    """
+    found = []
+    for seed in seeds:
+        with gluon_cpu.emulate(seed, resident=1 + seed % 3, **emulation):
+            got = cases.run(given, "hopper")
+        budget.check(got, right, eager)
+        found.append({**got, "dq's accumulator": used[-1].acc})
+        different = [name for name, x in found[0].items() if not torch.equal(x, found[-1][name])]
+        assert not different, f"{different} in interleaving {seed}"
+    return found[0]
+
+
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("name", ORDERED)
+def test_ordered_additions(name, d, monkeypatch, poisoned):
+    """dQ of the fused kernel, bit by bit in any interleaving, wherever a step hands its block on; half the cases in shares."""
+    case = dataclasses.replace(ORDERED[name], d=d)
+    split = (len(name) + d // 64) % 2 == 1
+    group = case.heads[0] // case.heads[1]
+    if case.softcap and d == 64:
+        case = dataclasses.replace(case, softcap=0.0)  # whose tiles leave dQ out
+    if split and group == 1:
+        case, group = dataclasses.replace(case, heads=(4, 2)), 2
+    given = cases.inputs(case, BFLOAT)
+    right, eager = cases.exact(given, torch.float64), cases.exact(given, BFLOAT)
+    found = []
+    for place in range(3):
+        used = ordered(monkeypatch, pass_at=place, group_split=group if split else 1)
+        found.append(some_orders(given, right, eager, used, (place, place + 4)))
+    assert all(torch.equal(x, other[name]) for other in found for name, x in found[0].items())
+
+
+def test_ordered_additions_with_heads_in_groups(monkeypatch, poisoned):
+    """As many heads side by side as their bytes allow, under a mask and without one; the last group is smaller."""
+    for causal in (False, True):
+        case = Case("groups", batch=3, heads=(1, 1), nq=150, nk=300, d=64, causal=causal)
+        given = cases.inputs(case, BFLOAT)
+        used = ordered(monkeypatch, l2_bytes=2 * 150 * 512)
+        some_orders(given, cases.exact(given, torch.float64), cases.exact(given, BFLOAT), used, range(3))
+
+
+#: A fault, as below, and the case that shows it.
+ORDER_FAULTS = {
+    "added without waiting": (
+        "backward.step", "await_semaphore(DQ_SEMAPHORE, block, gl.where(m < t.before_hi, tile_n, 0), early, WG)", "pass", "dq",
+        "full",
+    ),
+    "handed on before it is added": (
+        "backward.step", "add_dq(dq, DQ_ACC, block", "pass_semaphore(DQ_SEMAPHORE, block, tile_n + 1, WG)\n        add_dq(dq, DQ_ACC, block",
+        "deadlock|dq", "full",
+    ),
+    "handed on before its turn": (
+        "backward.step", "C.pass_at == 0:\n        pass_semaphore(DQ_SEMAPHORE, before,",
+        "C.pass_at == 0:\n        pass_semaphore(DQ_SEMAPHORE, block,", "deadlock|dq", "causal",
+    ),
+    "waits for the tile before last": ("backward.step", "t.before_hi, tile_n, 0)", "t.before_hi, tile_n - 1, 0)", "deadlock", "full"),
+    "waits for a tile that does not see the block": (
+        "backward.locate", "before_hi = gl.where(start_n > 0, before_hi, 0)", "before_hi = hi", "deadlock", "window",
+    ),
+    "does not wait where both tiles end": ("backward.step", "m < t.before_hi,", "m < t.before_hi - 1,", "deadlock|dq", "window"),
+    "handed on at the wrong place": (
+        "backward.pass_semaphore", "semaphore_of(DQ_SEMAPHORE, block, WG)", "semaphore_of(DQ_SEMAPHORE, block, 1 - WG)",
+        "deadlock|dq", "full",
+    ),
+    "the last block kept": ("backward.consumer", "pass_semaphore(", "(", "deadlock", "causal"),
+    "semaphores not zeroed": ("backward_ends.attn_bwd_before_kernel", "tl.store(DQ_SEMAPHORE", "(DQ_SEMAPHORE", "deadlock", "full"),
+    "Q loaded in another order": (
+        "backward.producer", "place_of(at, h0,", "place_of((t.lo + t.hi) * heads - 1 - at, h0,", "dq|dk", "causal",
+    ),
+    "a tile launched before the one it waits for": (
+        "backward.locate", "sizes.head_group, C.block_n, False)\n        z", "sizes.head_group, C.block_n, True)\n        z",
+        "deadlock", "full",
+    ),
+    "a packed tile launched before the one it waits for": (
+        "backward.locate", "CU_K, C.block_n, False", "CU_K, C.block_n, True", "deadlock", "packed",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", ORDER_FAULTS)
+def test_a_fault_in_the_order_is_noticed(fault, monkeypatch, poisoned):
+    """By the other bits of dQ, by wrong numbers, or because nobody can go on."""
+    place, old, new, words, name = ORDER_FAULTS[fault]
+    given = cases.inputs(dataclasses.replace(ORDERED[name], d=(64, 128)[len(fault) % 2]), BFLOAT)
+    right, eager = cases.exact(given, torch.float64), cases.exact(given, BFLOAT)
+    used = ordered(monkeypatch)
+    with pytest.raises((gluon_cpu.EmulationError, AssertionError), match=words):
+        some_orders(given, right, eager, used, range(12), edits={place: (old, new)})
+
+
 # ------------------------------------------------------------------------------------------------- other memory
 PATHS = [(64, False), (64, True), (128, False), (128, True), (192, False)]  # head dimension, deterministic
 

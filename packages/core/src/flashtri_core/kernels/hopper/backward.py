@@ -11,6 +11,14 @@ by ``red.global.add``, zeroed by the pre-pass and converted to 16 bits afterward
 those additions varies from run to run; with ``C.dq = False`` the kernel leaves dQ out, and :mod:`.backward_split` computes
 it without sharing, which is deterministic.
 
+With ``C.ordered`` the key tiles of a head add to a block of rows in ascending order. A thread always adds to the same places
+of a dQ tile, so a warp keeps order with the same warp of other thread blocks, by a semaphore: 1 + the number of the last key
+tile that has added. Tile n waits for n where tile n - 1 sees these rows too, adds, and sets n + 1 a step later, when a fence
+finds the additions performed. It waits for tiles launched before it only, which run or have ended: some tile can always go
+on. Under a mask the walk over the rows descends. Causal tiles all begin with the last block then, each a step behind the one
+before; ascending, a tile would begin at its diagonal, which the one before comes to later. And a walk takes all heads of a
+group for one block of rows before the next block: head by head, no tile could end much earlier than the longest.
+
 With ``C.whole_head`` one block walks over all key tiles of a head, from the last to the first. Then dQ has one writer: a row's
 first addition is a store, so nothing needs zeroing, the order is fixed, and the block itself converts dQ at the end. It takes
 heads enough for every multiprocessor, and short ones: their dQ has to stay in L2.
@@ -98,6 +106,32 @@ _LOAD = "".join(
 LOAD_V4 = gl.constexpr("{\n" + _LOAD + "}")
 LOAD_V4_OPERANDS = gl.constexpr(",".join(["=f"] * 32 + ["l"] * 32))
 
+# One per warp. $0: the value, or a result nobody reads; $1: the address; $2: the value to wait for or to set. Waiting begins
+# with the early value, $3; the vote tells ptxas that a warp stays together. Setting: when the additions of all lanes have been
+# performed, one of them ($3) stores.
+READ_SEMAPHORE = gl.constexpr("ld.relaxed.gpu.global.b32 $0, [$1];")
+AWAIT_SEMAPHORE = gl.constexpr("""{
+.reg .pred p;
+.reg .b32 x;
+mov.b32 x, $3;
+bra.uni test_${:uid};
+again_${:uid}:
+ld.acquire.gpu.global.b32 x, [$1];
+test_${:uid}:
+setp.ne.s32 p, x, $2;
+vote.sync.any.pred p, p, 0xffffffff;
+@p bra.uni again_${:uid};
+mov.b32 $0, x;
+}""")
+PASS_SEMAPHORE = gl.constexpr("""{
+.reg .pred p;
+setp.ne.s32 p, $3, 0;
+fence.acq_rel.gpu;
+bar.warp.sync 0xffffffff;
+@p st.relaxed.gpu.global.b32 [$1], $2;
+mov.b32 $0, 0;
+}""")
+
 
 class Tiles(NamedTuple):
     """Shared memory. ``k_panels`` and ``ds_panels`` are K and dS^T seen as 64 x 64 panels, dQ's operands."""
@@ -155,6 +189,7 @@ class Tile(NamedTuple):
     free_lo: Any
     free_hi: Any
     hi: Any
+    before_hi: Any  # ordered: the blocks of rows below it see the key tile before this one as well
 
 
 # ---------------------------------------------------------------------------------------------------------- schedule
@@ -176,8 +211,16 @@ def turns_of(sizes, C: gl.constexpr):
 
 
 @gluon.jit
+def rows_that_see(start_n, Nq, Nk, variant, args, C: gl.constexpr):
+    """Blocks [lo, hi) of BLOCK_M query rows that see the key tile at start_n; rows [full_lo, full_hi) see all of it."""
+    lo, full_lo, full_hi, hi = variant.q_range(start_n, gl.minimum(start_n + C.block_n, Nk), Nq, Nk, args.mask)
+    hi = gl.where(start_n < Nk, hi, 0)
+    return gl.minimum(lo, hi) // C.block_m, full_lo, full_hi, (hi + C.block_m - 1) // C.block_m
+
+
+@gluon.jit
 def locate(turn, sizes, CU_Q, CU_K, USED_K, variant, args, C: gl.constexpr):
-    """This turn's keys, and the blocks of query rows that see them (in units of BLOCK_M rows)."""
+    """This turn's keys, and the steps of the walk over the rows that see them (:func:`place_of`)."""
     BLOCK_M: gl.constexpr = C.block_m
     pid = gl.program_id(0)
     if C.whole_head:
@@ -194,11 +237,7 @@ def locate(turn, sizes, CU_Q, CU_K, USED_K, variant, args, C: gl.constexpr):
         hk = zh % sizes.heads
     q_row0, Nq, _used = span_of(CU_Q, None, z, sizes.Nq)
     k_row0, k_rows, Nk = span_of(CU_K, USED_K, z, sizes.Nk)
-    end_n = gl.minimum(start_n + C.block_n, Nk)
-    lo, full_lo, full_hi, hi = variant.q_range(start_n, end_n, Nq, Nk, args.mask)
-    hi = gl.where(start_n < Nk, hi, 0)
-    lo = gl.minimum(lo, hi) // BLOCK_M
-    hi = (hi + BLOCK_M - 1) // BLOCK_M
+    lo, full_lo, full_hi, hi = rows_that_see(start_n, Nq, Nk, variant, args, C)
     free_lo = gl.minimum((full_lo + BLOCK_M - 1) // BLOCK_M, hi)
     if C.edge_hi:
         free_hi = gl.maximum(gl.minimum(full_hi // BLOCK_M, hi), free_lo)
@@ -207,7 +246,13 @@ def locate(turn, sizes, CU_Q, CU_K, USED_K, variant, args, C: gl.constexpr):
     if C.ragged_keys:  # a tile that the keys do not fill masks every score
         free_lo = gl.where(start_n + C.block_n > Nk, hi, free_lo)
         free_hi = gl.maximum(free_hi, free_lo)
-    return Tile(z, hk, start_n, q_row0, k_row0, Nq, k_rows, Nk, lo, free_lo, free_hi, hi)
+    if C.descending:
+        free_lo, free_hi = lo + hi - free_hi, lo + hi - gl.maximum(lo, free_lo)
+    before_hi = 0
+    if C.ordered:
+        _lo, _full_lo, _full_hi, before_hi = rows_that_see(start_n - C.block_n, Nq, Nk, variant, args, C)
+        before_hi = gl.where(start_n > 0, before_hi, 0)
+    return Tile(z, hk, start_n, q_row0, k_row0, Nq, k_rows, Nk, lo, free_lo, free_hi, hi, before_hi)
 
 
 @gluon.jit
@@ -227,6 +272,29 @@ def first_block(z, h, row0, heads, blocks, BLOCK: gl.constexpr, PACKED: gl.const
 def first_query_block(z, h, q_row0, sizes, C: gl.constexpr):
     """:func:`first_block` of the statistics and of the dQ accumulator."""
     return first_block(z, h, q_row0, sizes.heads * sizes.group, sizes.q_blocks, C.block_m, C.packed)
+
+
+@gluon.jit
+def walks_of(sizes, C: gl.constexpr):
+    """Walks over a tile's rows, and the heads that each takes, all of them for one block of rows before the next block."""
+    walks, heads = sizes.group, 1
+    if C.ordered:
+        walks, heads = 1, sizes.group
+    return walks, heads
+
+
+@gluon.jit
+def place_of(at, h, block0, t, sizes, C: gl.constexpr):
+    """A walk's step ``at``: head, block of rows, and the block's number in the accumulator, where head h begins at block0."""
+    m = at
+    if C.ordered:
+        m = at // sizes.group
+        g = at - m * sizes.group
+        h += g
+        block0 += g * sizes.q_blocks
+    if C.descending:
+        m = t.lo + t.hi - 1 - m
+    return h, m, block0 + m
 
 
 @gluon.jit
@@ -275,16 +343,18 @@ def producer(
         mbarrier.expect(bars.k_full.index(0), 4 * HALF * C.d)
         load_half(k_desc, zb, t.hk // C.group_split, t.k_row0 + t.start_n, bars.k_full.index(0), tiles.k)
         before = count
-        for g in range(sizes.group):
-            h = t.hk * sizes.group + g
-            block0 = first_query_block(t.z, h, t.q_row0, sizes, C)
-            for m in range(t.lo, t.hi):
+        walks, heads = walks_of(sizes, C)
+        for g in range(walks):
+            h0 = t.hk * sizes.group + g
+            block0 = first_query_block(t.z, h0, t.q_row0, sizes, C)
+            for at in range(t.lo * heads, t.hi * heads):
+                h, m, block = place_of(at, h0, block0, t, sizes, C)
                 row = t.q_row0 + m * C.block_m
-                load_q(q_desc, lse_desc, zb, h, row, block0 + m, count, tiles, bars, C)
+                load_q(q_desc, lse_desc, zb, h, row, block, count, tiles, bars, C)
                 if count == before:
                     mbarrier.expect(bars.v_full.index(0), 4 * HALF * C.d)
                     load_half(v_desc, zb, t.hk // C.group_split, t.k_row0 + t.start_n, bars.v_full.index(0), tiles.v)
-                load_do(do_desc, delta_desc, zb, h, row, block0 + m, count, tiles, bars, C)
+                load_do(do_desc, delta_desc, zb, h, row, block, count, tiles, bars, C)
                 count += 1
 
 
@@ -333,6 +403,43 @@ def add_dq(dq, DQ_ACC, chunk, yes, COLS: gl.constexpr, DQ_LAYOUT: gl.constexpr, 
         )
     else:
         gl.inline_asm_elementwise(RED_V4, RED_V4_OPERANDS, [dq, address], dtype=gl.int8, is_pure=False, pack=32)
+
+
+# ------------------------------------------------------------------------------------------------- order of additions
+@gluon.jit
+def semaphore_of(DQ_SEMAPHORE, block, WG: gl.constexpr):
+    """Address of the semaphore of each thread's warp for this warpgroup's half of a block's dQ, and the thread's number."""
+    thread = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    return DQ_SEMAPHORE.to(gl.int64) + (block.to(gl.int64) * 32 + (WG * 16 + (thread >> 5) * 4).to(gl.int64)), thread
+
+
+@gluon.jit
+def read_semaphore(DQ_SEMAPHORE, block, WG: gl.constexpr):
+    """Its value, for :func:`await_semaphore`: asked for early, because it takes its time."""
+    address, _thread = semaphore_of(DQ_SEMAPHORE, block, WG)
+    return gl.inline_asm_elementwise(READ_SEMAPHORE, "=r,l", [address], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def await_semaphore(DQ_SEMAPHORE, block, value, early, WG: gl.constexpr):
+    """Wait until it is ``value``; ``early`` is what it was before.
+
+    Where that will do, nothing acquires: only reductions follow, and they leave after the value has come.
+    """
+    address, thread = semaphore_of(DQ_SEMAPHORE, block, WG)
+    gl.inline_asm_elementwise(
+        AWAIT_SEMAPHORE, "=r,l,r,r", [address, thread * 0 + value, early], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def pass_semaphore(DQ_SEMAPHORE, block, value, WG: gl.constexpr):
+    """Set it to ``value`` when this warp's additions have been performed; no block yet is -1."""
+    address, thread = semaphore_of(DQ_SEMAPHORE, block, WG)
+    first = ((thread & 31) == 0) & (block >= 0)
+    gl.inline_asm_elementwise(
+        PASS_SEMAPHORE, "=r,l,r,r", [address, thread * 0 + value, first.to(gl.int32)], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
@@ -393,16 +500,20 @@ def clear_foreign_queries(tiles, bars, q_stage, do_stage, do_phase, valid, WG: g
 
 @gluon.jit
 def step(
-    dk, dv, count, before, h, m, block, t, seen, unit_log2, variant, args, DQ_ACC, tiles, bars, WG: gl.constexpr,
-    MASK: gl.constexpr, S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, DQ_LAYOUT: gl.constexpr, C: gl.constexpr,
+    dk, dv, count, before, at, h, block0, t, seen, sizes, unit_log2, variant, args, DQ_ACC, DQ_SEMAPHORE, tiles, bars,
+    WG: gl.constexpr, MASK: gl.constexpr, S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, DQ_LAYOUT: gl.constexpr,
+    C: gl.constexpr,
 ):  # fmt: skip
-    """BLOCK_M query rows of head h: dK, dV of this warpgroup's keys, and this warpgroup's half of the rows' dQ.
+    """BLOCK_M query rows of a head: dK, dV of this warpgroup's keys, and this warpgroup's half of the rows' dQ.
 
     Blocks from ``seen`` on have met an earlier key tile of this thread block; ``before`` is the last step's block, -1 if
     there was none. With ``C.late_dq`` a step's dQ, or with ``C.late_dk`` its dK += dS^T Q, is issued in the next step, under
-    whose exp2 it runs; dS^T waits in shared memory.
+    whose exp2 it runs; dS^T waits in shared memory. With ``C.ordered`` block ``before`` is handed on, always before this one
+    is waited for.
     """
     BLOCK_M: gl.constexpr = C.block_m
+    h, m, block = place_of(at, h, block0, t, sizes, C)
+    tile_n = t.start_n // C.block_n
     dtype: gl.constexpr = tiles.k.dtype
     q_stage, q_phase = ring(count, C.q_stages)
     do_stage, do_phase = ring(count, C.do_stages)
@@ -422,6 +533,8 @@ def step(
         mbarrier.wait(bars.do_full.index(do_stage), do_phase)
         dp = warpgroup_mma(v, do.permute((1, 0)), blank, use_acc=False, is_async=True)
 
+    if C.ordered and C.pass_at == 0:
+        pass_semaphore(DQ_SEMAPHORE, before, tile_n + 1, WG)
     if C.late_dq:
         mbarrier.wait(bars.ds_full.index(buffer ^ 1), ((count + 1) // 2 - 1) & 1)  # at once in the first step
         dq = issue_dq(tiles, buffer ^ 1, zero, WG, DQ_LAYOUT, C)
@@ -456,6 +569,8 @@ def step(
     else:
         # known to be satisfied: a branch, which keeps ptxas from hoisting the wait for dP above exp2
         mbarrier.wait(bars.do_full.index(do_stage), do_phase)
+    if C.ordered and C.pass_at == 1:
+        pass_semaphore(DQ_SEMAPHORE, before, tile_n + 1, WG)
     BEHIND: gl.constexpr = (1 if C.early_dv else 0) + (1 if C.late_dk else 0)  # products that stay in flight
     dp = warpgroup_mma_wait(BEHIND, deps=(dp,))
     delta = tiles.delta.index(do_stage).load(gl.SliceLayout(0, S_LAYOUT))
@@ -469,13 +584,19 @@ def step(
     if not C.early_dv:
         dv = warpgroup_mma(p16, do, dv, is_async=True)
     if C.dq and not C.late_dq:
+        if C.ordered:
+            early = read_semaphore(DQ_SEMAPHORE, block, WG)
         mbarrier.wait(bars.ds_full.index(buffer), ds_phase)
         dq = issue_dq(tiles, buffer, zero, WG, DQ_LAYOUT, C)
         dk = warpgroup_mma(ds16, q, dk, is_async=True)
+        if C.ordered and C.pass_at == 2:
+            pass_semaphore(DQ_SEMAPHORE, before, tile_n + 1, WG)
         dv, dq = warpgroup_mma_wait(1, deps=(dv, dq))
         mbarrier.arrive(bars.do_empty.index(do_stage), count=1)
         # A branch again, on a barrier that cannot advance before this warpgroup does: the additions stay above the wait.
         mbarrier.wait(bars.ds_full.index(buffer), ds_phase)
+        if C.ordered:
+            await_semaphore(DQ_SEMAPHORE, block, gl.where(m < t.before_hi, tile_n, 0), early, WG)
         add_dq(dq, DQ_ACC, block * 2 + WG, m < seen, HALF, DQ_LAYOUT, C)
     elif not C.late_dk:
         dk = warpgroup_mma(ds16, q, dk, is_async=True)
@@ -534,14 +655,16 @@ def store_share(x, SHARES, t, row, FIRST: gl.constexpr, sizes, COLS: gl.constexp
 
 @gluon.jit
 def consumer(
-    dk_desc, dv_desc, DK, DV, stride_dk, stride_dv, DQ, stride_dq, DQ_ACC, CU_Q, CU_K, USED_K, unit_log2, softmax_scale, sizes,
-    variant, args, tiles, bars, WG: gl.constexpr, C: gl.constexpr,
+    dk_desc, dv_desc, DK, DV, stride_dk, stride_dv, DQ, stride_dq, DQ_SEMAPHORE, DQ_ACC, CU_Q, CU_K, USED_K, unit_log2,
+    softmax_scale, sizes, variant, args, tiles, bars, WG: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup WG: keys start_n + 64 WG and the 63 that follow."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.block_m, 16])
     KV_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.d, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, KV_LAYOUT, 2)
     DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    FIRST_EDGE: gl.constexpr = C.edge_hi if C.descending else C.edge_lo
+    LAST_EDGE: gl.constexpr = C.edge_lo if C.descending else C.edge_hi
     count = 0
     before = gl.program_id(0) * 0 - 1  # block of the last step; none yet
     seen = sizes.q_blocks
@@ -562,26 +685,29 @@ def consumer(
                     clear_rows(tiles.v.index(WG).reshape([HALF, C.d]), valid, HALF, C.d)
                     fence_async_shared()
                     named_barrier_wait(CLEARED, 128, 256)
-        for g in range(sizes.group):
+        walks, heads = walks_of(sizes, C)
+        for g in range(walks):
             h = t.hk * sizes.group + g
             block0 = first_query_block(t.z, h, t.q_row0, sizes, C)
-            if C.edge_lo:
-                for m in range(t.lo, t.free_lo):
-                    dk, dv = step(dk, dv, count, before, h, m, block0 + m, t, seen, unit_log2, variant, args, DQ_ACC, tiles,
-                                  bars, WG, True, S_LAYOUT, P_LAYOUT, DQ_LAYOUT, C)  # fmt: skip
+            if FIRST_EDGE:
+                for at in range(t.lo * heads, t.free_lo * heads):
+                    dk, dv = step(dk, dv, count, before, at, h, block0, t, seen, sizes, unit_log2, variant, args, DQ_ACC,
+                                  DQ_SEMAPHORE, tiles, bars, WG, True, S_LAYOUT, P_LAYOUT, DQ_LAYOUT, C)  # fmt: skip
                     count += 1
-                    before = block0 + m
-            for m in range(gl.maximum(t.lo, t.free_lo), t.free_hi):
-                dk, dv = step(dk, dv, count, before, h, m, block0 + m, t, seen, unit_log2, variant, args, DQ_ACC, tiles,
-                              bars, WG, False, S_LAYOUT, P_LAYOUT, DQ_LAYOUT, C)  # fmt: skip
+                    _h, _m, before = place_of(at, h, block0, t, sizes, C)
+            for at in range(gl.maximum(t.lo, t.free_lo) * heads, t.free_hi * heads):
+                dk, dv = step(dk, dv, count, before, at, h, block0, t, seen, sizes, unit_log2, variant, args, DQ_ACC,
+                              DQ_SEMAPHORE, tiles, bars, WG, False, S_LAYOUT, P_LAYOUT, DQ_LAYOUT, C)  # fmt: skip
                 count += 1
-                before = block0 + m
-            if C.edge_hi:
-                for m in range(t.free_hi, t.hi):
-                    dk, dv = step(dk, dv, count, before, h, m, block0 + m, t, seen, unit_log2, variant, args, DQ_ACC, tiles,
-                                  bars, WG, True, S_LAYOUT, P_LAYOUT, DQ_LAYOUT, C)  # fmt: skip
+                _h, _m, before = place_of(at, h, block0, t, sizes, C)
+            if LAST_EDGE:
+                for at in range(t.free_hi * heads, t.hi * heads):
+                    dk, dv = step(dk, dv, count, before, at, h, block0, t, seen, sizes, unit_log2, variant, args, DQ_ACC,
+                                  DQ_SEMAPHORE, tiles, bars, WG, True, S_LAYOUT, P_LAYOUT, DQ_LAYOUT, C)  # fmt: skip
                     count += 1
-                    before = block0 + m
+                    _h, _m, before = place_of(at, h, block0, t, sizes, C)
+        if C.ordered:
+            pass_semaphore(DQ_SEMAPHORE, before, t.start_n // C.block_n + 1, WG)
         if C.late_dk:
             if count > 0:
                 stage, _phase = ring(count - 1, C.q_stages)
@@ -625,14 +751,15 @@ def consumer(
 )
 def attn_bwd_hopper(
     q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, dk_desc, dv_desc, DK, DV, stride_dk, stride_dv, DQ, stride_dq,
-    DQ_ACC, CU_Q, CU_K, USED_K, variant, args, unit_log2, softmax_scale, heads, group, Nq, Nk, blocks, batch_heads, head_group,
-    q_blocks, C: gl.constexpr,
+    DQ_SEMAPHORE, DQ_ACC, CU_Q, CU_K, USED_K, variant, args, unit_log2, softmax_scale, heads, group, Nq, Nk, blocks,
+    batch_heads, head_group, q_blocks, C: gl.constexpr,
 ):  # fmt: skip
     """Grid: one thread block per 128 keys, or per head. ``C``: a :class:`.BackwardConfig`; ``heads`` counts key heads (shares).
 
     ``DK``, ``DV``: with ``C.packed`` the gradients; with ``C.group_split > 1`` the shares' fp32 ones (:func:`store_share`).
     ``lse_desc``, ``delta_desc``: fp32, blocks of BLOCK_M rows as :func:`first_block` numbers them, LSE in base 2 and +inf on
     rows that are not there. ``DQ_ACC``: fp32, BLOCK_M * D per block, zeros unless ``C.whole_head``, which alone fills ``DQ``.
+    ``DQ_SEMAPHORE``: with ``C.ordered``, 8 int32 per block, zeros.
     """
     dtype: gl.constexpr = q_desc.dtype
     PANEL: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -665,10 +792,10 @@ def attn_bwd_hopper(
     fence_async_shared()
     sizes = Sizes(heads, group, Nq, Nk, blocks, batch_heads, head_group, q_blocks)
     gl.warp_specialize([
-        (consumer, (dk_desc, dv_desc, DK, DV, stride_dk, stride_dv, DQ, stride_dq, DQ_ACC, CU_Q, CU_K, USED_K, unit_log2,
-                    softmax_scale, sizes, variant, args, tiles, bars, 0, C)),
-        (consumer, (dk_desc, dv_desc, DK, DV, stride_dk, stride_dv, DQ, stride_dq, DQ_ACC, CU_Q, CU_K, USED_K, unit_log2,
-                    softmax_scale, sizes, variant, args, tiles, bars, 1, C)),
+        (consumer, (dk_desc, dv_desc, DK, DV, stride_dk, stride_dv, DQ, stride_dq, DQ_SEMAPHORE, DQ_ACC, CU_Q, CU_K, USED_K,
+                    unit_log2, softmax_scale, sizes, variant, args, tiles, bars, 0, C)),
+        (consumer, (dk_desc, dv_desc, DK, DV, stride_dk, stride_dv, DQ, stride_dq, DQ_SEMAPHORE, DQ_ACC, CU_Q, CU_K, USED_K,
+                    unit_log2, softmax_scale, sizes, variant, args, tiles, bars, 1, C)),
         (producer, (q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, CU_Q, CU_K, USED_K, sizes, variant, args, tiles,
                     bars, C)),
     ], [4, 1], [C.consumer_regs, C.producer_regs])  # fmt: skip

@@ -48,10 +48,10 @@ def head_offset(z, h, stride):
 
 @triton.jit(do_not_specialize=["heads", "Nq", "q_blocks", "seqs"])
 def attn_bwd_before_kernel(
-    O, DO, LSE, DLSE, LSE_LOG2, DELTA, DELTA_ROWS, DQ_ACC, CU_Q, stride_o, stride_do, stride_lse, stride_dlse, heads, Nq,
-    q_blocks, seqs, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    O, DO, LSE, DLSE, LSE_LOG2, DELTA, DELTA_ROWS, DQ_ACC, DQ_SEMAPHORE, CU_Q, stride_o, stride_do, stride_lse, stride_dlse,
+    heads, Nq, q_blocks, seqs, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """delta = rowsum(dO * O) - dLSE and LSE * log2(e), padded to whole blocks; DQ_ACC = 0.
+    """delta = rowsum(dO * O) - dLSE and LSE * log2(e), padded to whole blocks; DQ_ACC = DQ_SEMAPHORE = 0.
 
     DELTA_ROWS, if given, receives delta once more in LSE's own layout (the sink's gradient wants it).
     """
@@ -74,6 +74,8 @@ def attn_bwd_before_kernel(
     if DQ_ACC is not None:
         zeros = DQ_ACC + pid * (BLOCK_M * BLOCK_D) + tl.arange(0, BLOCK_M * BLOCK_D)
         tl.store(zeros, tl.zeros([BLOCK_M * BLOCK_D], tl.float32))
+    if DQ_SEMAPHORE is not None:  # of a block, one per warp of both warpgroups
+        tl.store(DQ_SEMAPHORE + pid * 8 + tl.arange(0, 8), tl.zeros([8], tl.float32))
     at = h.to(tl.int64) * stride_lse[1] + z.to(tl.int64) * stride_lse[0] + row0 + offs_m
     lse = tl.load(LSE + at, mask=seen, other=float("-inf"))
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)

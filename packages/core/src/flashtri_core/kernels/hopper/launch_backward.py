@@ -37,7 +37,9 @@ class BackwardConfig:
     late_dq: bool = False  # a step's dQ product runs under the next step's exp2
     dq: bool = True  # add dQ to the accumulator; False leaves it to the dQ kernel
     group_split: int = 1  # thread blocks that share the query heads of a key head; see group_split()
-    l2_bytes: int = 0  # of the heads that run side by side under a causal mask; 0: l2_bytes_of()
+    l2_bytes: int = 0  # of the heads that run side by side under a mask, or ordered; 0: l2_bytes_of()
+    ordered: bool = False  # key tiles add to dQ in ascending order, which makes dQ deterministic
+    pass_at: int = 0  # where a step hands the one before's block on: under S and dP (0), after exp2 (1), under dQ and dK (2)
     whole_head: bool = False  # one thread block takes all key tiles of a head: no zeroing, a fixed order, no conversion pass
     consumer_regs: int = 240
     producer_regs: int = 24
@@ -52,6 +54,7 @@ class BackwardConfig:
     edge_lo: bool = False  # steps before the free middle may need the mask
     edge_hi: bool = False
     past_end: bool = True  # as in ForwardConfig
+    descending: bool = False  # walk from the last block of rows to the first
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,7 @@ def tiles(problem: Problem, deterministic: bool, multiprocessors: int) -> Backwa
         full = waves >= 2 and heads >= 0.9 * waves * multiprocessors
         if full and max(rows, problem.seqlen_k) <= (1024 if deterministic else 512):
             return whole_head(problem)
-    chosen = split_tiles(problem) if deterministic and width(problem) <= 128 else fused_tiles(problem)
+    chosen = deterministic_tiles(problem) if deterministic and width(problem) <= 128 else fused_tiles(problem)
     return shared(chosen, problem, multiprocessors)
 
 
@@ -151,6 +154,17 @@ def fused_tiles(problem: Problem) -> BackwardConfig:
     return BackwardConfig(q_stages=3 if third_q else 2)
 
 
+def deterministic_tiles(problem: Problem) -> BackwardConfig:
+    """Up to D = 128: the split kernels, until :func:`ordered_tiles` are measured beside them."""
+    return split_tiles(problem)
+
+
+def ordered_tiles(problem: Problem) -> BackwardConfig:
+    """:func:`fused_tiles` with dQ's additions in a fixed order, where they add up dQ."""
+    config = fused_tiles(problem)
+    return replace(config, ordered=config.dq, late_dq=False)
+
+
 def split_tiles(problem: Problem) -> BackwardConfig:
     """A kernel for dK and dV; dQ has its own."""
     if problem.softcap > 0:  # its registers have no room for 128 rows, nor for a dK under way
@@ -198,6 +212,8 @@ def specialise(config: BackwardConfig, problem: Problem) -> BackwardConfig:
         raise ValueError("whole_head: only with dQ, which no other kernel computes then")
     if config.late_dq and (config.whole_head or not config.dq or width(problem) > 128):
         raise ValueError("late_dq: only in the kernel for all three gradients of heads up to 128, and not with whole_head")
+    if config.ordered and (not config.dq or config.whole_head or config.late_dq or width(problem) > 128):
+        raise ValueError("ordered: only with dQ and heads up to 128, and not with whole_head or late_dq")
     if config.late_dk and config.dq:
         raise ValueError("late_dk: only without dQ, whose product needs the same dS")
     mask = MASKS[problem.mask_kind]
@@ -215,6 +231,7 @@ def specialise(config: BackwardConfig, problem: Problem) -> BackwardConfig:
         edge_lo=mask.Q_LEFT_EDGE or ragged,
         edge_hi=mask.Q_RIGHT_EDGE,
         past_end=problem.mask_kind == "full" or problem.window[1] > 0,
+        descending=config.ordered and problem.mask_kind != "full",
     )
 
 
@@ -285,7 +302,7 @@ class Plan:
     key_programs: int  # of the conversion pass for dK, and as many for dV
     dq_grid: int
     dq_sizes: tuple[int, ...]
-    workspace: tuple[int, ...]  # floats of the parts of :class:`Workspace`, each a multiple of 256 bytes
+    workspace: tuple[int, ...]  # floats of the parts of :class:`Workspace`, each but the last a multiple of 256 bytes
 
 
 def _tiling(problem: Problem, heads: int, rows: int, total: int, block: int) -> tuple[int, int, int]:
@@ -317,7 +334,7 @@ def plan(
     row_bytes = 4 * (problem.head_dim + problem.head_dim_v)
 
     def together(pairs: int, rows: int) -> int:
-        if problem.mask_kind == "full" and not problem.varlen:
+        if problem.mask_kind == "full" and not problem.varlen and not full.ordered:
             return 1
         groups = -(-pairs // max(1, (full.l2_bytes or l2_bytes_of(problem)) // max(1, rows * row_bytes)))
         return -(-pairs // groups)  # equal groups: a small last one is a tail
@@ -334,7 +351,8 @@ def plan(
     side = together(heads if problem.varlen else second, problem.seqlen_k)
     dq_sizes = (heads, group, problem.seqlen_q, problem.seqlen_k, blocks, second, side, q_blocks)
     stat, keys = stat_blocks * full.block_m, key_programs * 64 * full.group_split
-    workspace = stat, stat, stat * full.d if full.dq else 0, keys * full.d, keys * full.d
+    semaphores = 8 * stat_blocks if full.ordered else 0
+    workspace = stat, stat, stat * full.d if full.dq else 0, keys * full.d, keys * full.d, semaphores
     return Plan(
         full, Constants(full), dq_config, Constants(dq_config), q_blocks, stat_blocks, grid, sizes, share_blocks,
         key_programs, dq_grid, dq_sizes, workspace,
@@ -349,6 +367,7 @@ class Workspace(NamedTuple):
     acc: Tensor | None  # of dQ
     dk_shares: Tensor | None
     dv_shares: Tensor | None
+    dq_semaphore: Tensor | None  # the bits of int32
 
 
 def workspace(p: Plan, memory: Tensor) -> Workspace:
@@ -374,9 +393,9 @@ def before_arguments(
     zeroed = None if p.config.whole_head else work.acc
     dlse_strides = () if dlse is None else (0, *dlse.stride()) if dlse.dim() == 2 else dlse.stride()
     return (
-        out, do, lse, dlse, work.lse_log2, work.delta, delta_rows, zeroed, extras.cu_seqlens_q, _strides(out), _strides(do),
-        _lse_strides(lse), dlse_strides, problem.heads_q, problem.seqlen_q, p.q_blocks, problem.batch,
-        problem.head_dim_v, p.config.d, p.config.block_m,
+        out, do, lse, dlse, work.lse_log2, work.delta, delta_rows, zeroed, work.dq_semaphore, extras.cu_seqlens_q,
+        _strides(out), _strides(do), _lse_strides(lse), dlse_strides, problem.heads_q, problem.seqlen_q, p.q_blocks,
+        problem.batch, problem.head_dim_v, p.config.d, p.config.block_m,
     )  # fmt: skip
 
 
@@ -424,6 +443,7 @@ def fused_arguments(
     own: tuple[Any, ...] = ()
     if c.d <= 128:
         own = (dq, _strides(dq)) if dq is not None and c.whole_head else (None, ())
+        own += (work.dq_semaphore,)
     return (
         *blocks, *stored, *own, work.acc, extras.cu_seqlens_q, extras.cu_seqlens_k, extras.seqused_k, variant, args, unit_log2,
         problem.softmax_scale, *p.sizes, p.constants,

@@ -1,4 +1,4 @@
-"""The inline assembly that kernels contain: named barriers, accesses to the dQ accumulator, and a few tricks for ptxas."""
+"""The inline assembly that kernels contain: named barriers, the dQ accumulator and its semaphores, a few tricks for ptxas."""
 
 from __future__ import annotations
 
@@ -21,6 +21,15 @@ _PREDICATE = re.compile(r"setp\.(ne|eq)\.s32 p, \$(\d+), 0")
 _SELECT = re.compile(
     r"\{ \.reg \.pred p; \.reg \.s32 x; sub\.s32 x, \$2, \$3; setp\.le\.u32 p, x, \$4; selp\.f32 \$0, \$1, 0f(\w{8}), p"
 )
+_READ = "ld.relaxed.gpu.global.b32 $0, [$1]"
+_AWAIT = (  # an early value in $3, then polling
+    ".reg .pred p; .reg .b32 x; mov.b32 x, $3; bra.uni test_${:uid}; again_${:uid}: ld.acquire.gpu.global.b32 x, [$1]; "
+    "test_${:uid}: setp.ne.s32 p, x, $2; vote.sync.any.pred p, p, 0xffffffff; @p bra.uni again_${:uid}; mov.b32 $0, x"
+)
+_PASS = (
+    ".reg .pred p; setp.ne.s32 p, $3, 0; fence.acq_rel.gpu; bar.warp.sync 0xffffffff; @p st.relaxed.gpu.global.b32 [$1], $2; "
+    "mov.b32 $0, 0"
+)
 _WITHOUT_EFFECT = re.compile(r"\.reg .*|mov\.[bu]32 .*|or\.b32 .*|setp\.lt\.s32 q, t, 0|@q nanosleep\.u32 1|")
 
 
@@ -39,6 +48,8 @@ def inline_asm_elementwise(
             raise EmulationError(f"{me.name} has {me.threads} threads, and {x.shape} of them reach a named barrier")
         yield from named_barrier(int(x.data[0]), int(barrier[2]), barrier[1] == "sync")
         return x
+    if text in (_READ, _AWAIT, _PASS):
+        return (yield from semaphore(text, *(arg.data for arg in args)))
     if text == "mov.b32 $0, 0":
         return Value(np.zeros(x.shape, np.int64), tl.int32)
     if text == "tanh.approx.f32 $0, $1":
@@ -106,6 +117,32 @@ def elements(addresses: Any, number: int) -> tuple[Memory, Any]:
         if memory.dtype == tl.float32 and (not at.size or (at.min() >= 0 and at.max() < memory.flat.size)):
             return memory, at
     raise EmulationError("an access outside every tensor")
+
+
+def semaphore(text: str, addresses: Any, value: Any = None, last: Any = None) -> Steps:
+    """Each thread reads one, waits until it is ``value``, having seen it as ``last``, or sets it where ``last`` says so."""
+    me = Machine.now()
+    if addresses.shape != (me.threads,):
+        raise EmulationError(f"{me.name} has {me.threads} threads, and {addresses.shape} of them use a semaphore")
+    memory, at = integers(addresses[last != 0] if text == _PASS else addresses)
+    if text == _AWAIT:
+        yield from pause(
+            lambda: bool(((last == value) | (memory[at] == value)).all()),
+            lambda: f"semaphores to become {value[0]}, which are {memory[at][::32]}",
+        )
+    elif text == _PASS:
+        memory[at] = value[last != 0]
+        yield from pause()
+    return Value(memory[at].astype(np.int64) if text == _READ else np.zeros(me.threads, np.int64), tl.int32)
+
+
+def integers(addresses: Any) -> tuple[Any, Any]:
+    """The memory of fp32 that these addresses lie in, as int32, and which of its elements they are."""
+    for memory in MEMORIES:
+        at = (addresses - memory.address) // 4
+        if memory.dtype == tl.float32 and (not at.size or (at.min() >= 0 and at.max() < memory.flat.size)):
+            return memory.flat.view(np.int32), at
+    raise EmulationError("a semaphore outside every tensor")
 
 
 def named_barrier(number: int, threads: int, wait: bool) -> Steps:
