@@ -128,13 +128,27 @@ def test_configurations_that_do_not_fit_are_refused(d, change, words):
     (dict(head_dim=128, head_dim_v=128, seqlen_q=4096, alibi=True), "fused", "late"),
     (dict(head_dim=128, head_dim_v=128, softcap=5.0), "fused", "split"),
     (dict(head_dim=256, head_dim_v=256), "fused", "fused"),
+    (dict(seqlen_q=4096, seqlen_k=4096, sink=True), "fused", "ordered"),
+    (dict(seqlen_q=4096, seqlen_k=4096, heads_q=64), "fused", "split"),  # not measured for groups
+    (dict(head_dim=128, head_dim_v=128, seqlen_q=8192, seqlen_k=8192, causal=True), "fused", "ordered"),
+    (dict(head_dim=128, head_dim_v=128, seqlen_q=16384, seqlen_k=16384), "fused", "late"),
 ], ids=str)  # fmt: skip
 def test_what_is_chosen(change, fast, deterministic):
     p = dataclasses.replace(problem(*dense(64, n=512, heads=(32, 32))), batch=32)
     p = dataclasses.replace(p, **change)
     for wanted, path in ((fast, False), (deterministic, True)):
         c = hopper.specialise(hopper.tiles(p, path, 132), p)
-        name = "head" if c.whole_head else "fused" if c.dq else "late" if c.late_dk else "split"
+        name = (
+            "head"
+            if c.whole_head
+            else "ordered"
+            if c.ordered
+            else "fused"
+            if c.dq
+            else "late"
+            if c.late_dk
+            else "split"
+        )
         assert name == wanted, path
 
 
@@ -194,7 +208,7 @@ def test_shipped_tiles_compile_well(sm90, d, causal, deterministic):
     tensors = dense(d, heads=(4, 4), dtype=torch.bfloat16)
     names = []
     newer = d == 64 and not triton.__version__.startswith("3.6.")  # 3.9 spills in the deterministic dK, dV kernel
-    most, inside = (256 if causal else 128, 32) if newer and deterministic else (32 if d == 64 else 16, 0)
+    most, inside = (256 if causal else 128, 32) if newer and deterministic else (36 if d == 64 else 16, 0)
     for kernel in compiled(problem(*tensors, causal=causal), Extras(), tensors, deterministic):
         assert_good(kernel, most=most, inside=inside)
         names.append(kernel.name)
@@ -249,7 +263,7 @@ LOOP_OVER_HEADS = (64, 96)
 WHOLE_HEAD = {
     "full": (dict(), 16, 16),
     "causal": (dict(causal=True), 96, 112),
-    "ragged": (dict(seqlen_k=250), 28, 28),
+    "ragged": (dict(seqlen_k=250), 64, 48),
     "ragged causal": (dict(causal=True, seqlen_q=250, seqlen_k=250), 148, 208),
 }
 
@@ -310,7 +324,7 @@ def test_late_dk_compiles_well(sm90, causal):
     late = dataclasses.replace(hopper.split_tiles(p), late_dk=True, q_stages=3)
     for kernel in compiled(p, Extras(), tensors, True, late):
         assert_good(
-            kernel, most=(128 if causal else 68) if newer else 16, inside=(16 if causal else 11) if newer else 0
+            kernel, most=(128 if causal else 68) if newer else 28, inside=(16 if causal else 11) if newer else 0
         )
 
 
@@ -530,14 +544,14 @@ def test_any_strides_of_do():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("place", range(3))
+@pytest.mark.parametrize("megabytes", [1, 8, 128])
 @pytest.mark.parametrize("kind", ["full", "causal", "window", "packed"])
 @pytest.mark.parametrize("d", [64, 128])
-def test_ordered_additions_over_several_waves(d, kind, place):
+def test_ordered_additions_over_several_waves(d, kind, megabytes):
     """More thread blocks than run side by side, whose key tiles wait for one another. Other work shifts the timing."""
     p, tensors, extras = several_waves(d, kind)
     q, k, v, do, out, lse = tensors
-    config = dataclasses.replace(hopper.ordered_tiles(p), pass_at=place, l2_bytes=(8, 1, 64)[place] << 20)
+    config = dataclasses.replace(hopper.ordered_tiles(p), l2_bytes=megabytes << 20)
     want = run(p, q, k, v, do, out, lse, extras=extras, config=config)
     fused = run(p, q, k, v, do, out, lse, extras=extras, config=hopper.fused_tiles(p))
     for x, y in zip(want, fused, strict=True):

@@ -533,8 +533,6 @@ def step(
         mbarrier.wait(bars.do_full.index(do_stage), do_phase)
         dp = warpgroup_mma(v, do.permute((1, 0)), blank, use_acc=False, is_async=True)
 
-    if C.ordered and C.pass_at == 0:
-        pass_semaphore(DQ_SEMAPHORE, before, tile_n + 1, WG)
     if C.late_dq:
         mbarrier.wait(bars.ds_full.index(buffer ^ 1), ((count + 1) // 2 - 1) & 1)  # at once in the first step
         dq = issue_dq(tiles, buffer ^ 1, zero, WG, DQ_LAYOUT, C)
@@ -569,8 +567,6 @@ def step(
     else:
         # known to be satisfied: a branch, which keeps ptxas from hoisting the wait for dP above exp2
         mbarrier.wait(bars.do_full.index(do_stage), do_phase)
-    if C.ordered and C.pass_at == 1:
-        pass_semaphore(DQ_SEMAPHORE, before, tile_n + 1, WG)
     BEHIND: gl.constexpr = (1 if C.early_dv else 0) + (1 if C.late_dk else 0)  # products that stay in flight
     dp = warpgroup_mma_wait(BEHIND, deps=(dp,))
     delta = tiles.delta.index(do_stage).load(gl.SliceLayout(0, S_LAYOUT))
@@ -589,7 +585,7 @@ def step(
         mbarrier.wait(bars.ds_full.index(buffer), ds_phase)
         dq = issue_dq(tiles, buffer, zero, WG, DQ_LAYOUT, C)
         dk = warpgroup_mma(ds16, q, dk, is_async=True)
-        if C.ordered and C.pass_at == 2:
+        if C.ordered:  # the additions are a step old, and the fence finds nothing to wait for
             pass_semaphore(DQ_SEMAPHORE, before, tile_n + 1, WG)
         dv, dq = warpgroup_mma_wait(1, deps=(dv, dq))
         mbarrier.arrive(bars.do_empty.index(do_stage), count=1)

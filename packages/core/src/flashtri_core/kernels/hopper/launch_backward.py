@@ -39,7 +39,6 @@ class BackwardConfig:
     group_split: int = 1  # thread blocks that share the query heads of a key head; see group_split()
     l2_bytes: int = 0  # of the heads that run side by side under a mask, or ordered; 0: l2_bytes_of()
     ordered: bool = False  # key tiles add to dQ in ascending order, which makes dQ deterministic
-    pass_at: int = 0  # where a step hands the one before's block on: under S and dP (0), after exp2 (1), under dQ and dK (2)
     whole_head: bool = False  # one thread block takes all key tiles of a head: no zeroing, a fixed order, no conversion pass
     consumer_regs: int = 240
     producer_regs: int = 24
@@ -155,14 +154,21 @@ def fused_tiles(problem: Problem) -> BackwardConfig:
 
 
 def deterministic_tiles(problem: Problem) -> BackwardConfig:
-    """Up to D = 128: the split kernels, until :func:`ordered_tiles` are measured beside them."""
+    """Up to D = 128: additions in order where rows are long, and split kernels elsewhere, as measured."""
+    rows = min(problem.seqlen_q, problem.seqlen_k)
+    plain = set(problem.features) <= {"causal", "sink"}
+    if plain and rows >= (4096 if width(problem) == 64 else 8192 if problem.causal else 1 << 31):
+        return ordered_tiles(problem)
     return split_tiles(problem)
 
 
 def ordered_tiles(problem: Problem) -> BackwardConfig:
-    """:func:`fused_tiles` with dQ's additions in a fixed order, where they add up dQ."""
+    """:func:`fused_tiles` with dQ's additions in a fixed order, where they add up dQ.
+
+    The more heads side by side, the less a head's tiles, which begin together, wait for one another.
+    """
     config = fused_tiles(problem)
-    return replace(config, ordered=config.dq, late_dq=False)
+    return replace(config, ordered=config.dq, late_dq=False, l2_bytes=128 << 20)
 
 
 def split_tiles(problem: Problem) -> BackwardConfig:
