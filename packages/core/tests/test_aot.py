@@ -148,6 +148,19 @@ def test_plain(capability, d, mask, dtype):
         check(capability, problem, compile_all(capability, problem, Extras(), tensors), spills)
 
 
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
+@pytest.mark.parametrize(("d", "mask"), [(64, "causal"), (64, "full"), (128, "causal")])
+def test_ungrouped_heads(d, mask, dropout_p):
+    """One query head per key head: a dK, dV kernel compiled for a group of 1 has its wgmma serialised by Triton 3.6."""
+    target_or_skip(90)
+    problem = dense_problem(500, d, torch.bfloat16, heads=(4, 4), dropout_p=dropout_p, **MASKS[mask])
+    extras = Extras(rng=torch.zeros(2, dtype=torch.int64)) if dropout_p else Extras()
+    compiled = compile_all(90, problem, extras, [torch.empty(1, 4, 500, d, dtype=torch.bfloat16)] * 3)
+    assert sorted(what(kernel) for kernel, _ in compiled) == ["delta", "dkdv", "dq", "fwd"]
+    for kernel, config in compiled:
+        assert not kernel.serialized_wgmma, (what(kernel), config)
+
+
 FEATURES = {
     "softcap": Case("x", softcap=20.0, causal=True),
     "softcap_alibi": Case("x", softcap=20.0, alibi="h", causal=True),

@@ -60,7 +60,8 @@ def p_and_ds(
 
 
 # --8<-- [start:bwd-dkdv]
-@jit(do_not_specialize=["Nq", "Nk", "blocks", "batch_heads", "head_group"])
+# (group is not specialised: where it is known to be 1, the ptxas of Triton 3.6 serialises the wgmma of sm_90)
+@jit(do_not_specialize=["Nq", "Nk", "blocks", "batch_heads", "head_group", "group"])
 def attn_bwd_dkdv_kernel(
     Q, K, V, DO, LSE, DELTA, DK, DV, stride_q, stride_k, stride_v, stride_do, stride_dk, stride_dv, stride_lse,
     CU_Q, CU_K, USED_K, variant, args, mask, unit_log2, softmax_scale, heads, group, Nq, Nk, blocks, batch_heads,
