@@ -192,7 +192,10 @@ def store_dbias(dbias, ds, z, h, i, j, Nq, Nk, EDGE: tl.constexpr):
     if EDGE:
         ds = tl.where(j < Nk, ds, 0.0)
     ptrs = tile_pointers(z, h, i, j, dbias)
-    tl.store(ptrs, ds.to(dbias[0].dtype.element_ty), mask=in_memory(i, j, Nq, dbias, EDGE))
+    there = in_memory(i, j, Nq, dbias, EDGE)
+    if dbias[7] is None:  # the only key, whose entry is the address of every column
+        there = there & (j == 0)
+    tl.store(ptrs, ds.to(dbias[0].dtype.element_ty), mask=there)
 
 
 # --8<-- [end:bwd-dq]

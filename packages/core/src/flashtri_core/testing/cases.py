@@ -364,6 +364,7 @@ _FEATURES = (
     Case("bias_of_heads_and_keys", batch=2, bias="bh1k", causal=True),
     Case("bias_of_queries", batch=2, bias="q1"),
     Case("bias_scalar", batch=2, bias="11", softcap=5.0),
+    Case("bias_of_one_key", batch=2, bias="1hqk", nk=1),
     Case("bias_float32", bias="hqk", bias_dtype=torch.float32),
     Case("mask", batch=2, mask="bhqk", causal=True),
     Case("mask_of_keys", batch=2, mask="b11k"),
