@@ -157,6 +157,20 @@ def test_gradients_for_each_probability(lane, p):
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("default", [torch.float32, torch.bfloat16])
+def test_the_factor_has_the_precision_of_the_scores(default, request):
+    """It was of torch's default dtype: 3e-8 off in float64, and 2e-3 where that is bfloat16."""
+    q, k, v = (torch.randn(1, 2, 33, 8, dtype=torch.float64) for _ in range(3))
+    request.addfinalizer(lambda before=torch.get_default_dtype(): torch.set_default_dtype(before))
+    torch.set_default_dtype(default)
+    torch.manual_seed(1)
+    kept = dropout_mask(draw_rng(), (1, 2, 33, 33), 0.1)
+    torch.manual_seed(1)
+    out = flash_attn(q, k, v, dropout_p=0.1)
+    want = torch.softmax(q @ k.transpose(-1, -2) * 8**-0.5, -1).masked_fill(~kept, 0.0) * (256 / 230) @ v
+    torch.testing.assert_close(out, want, rtol=1e-12, atol=1e-12)
+
+
 def test_near_one_still_divides():
     assert dropout.levels(0.9999) == 1
     assert torch.isfinite(flash_attn(*(torch.randn(1, 1, 9, 8) for _ in range(3)), dropout_p=0.9999)).all()

@@ -54,15 +54,16 @@ def _slice(x: Tensor, z: Tensor, i: Tensor, keys: int) -> Tensor:
     return x if x.shape[3] == 1 else x[..., :keys]
 
 
-def dropout_scale(problem: Problem, extras: Extras, z: Tensor, i: Tensor, keys: int) -> Tensor | float:
-    """Factor on each probability: 0 where dropped, 1 / keep probability elsewhere; 1.0 without dropout."""
+def dropout_scale(p: Tensor, problem: Problem, extras: Extras, z: Tensor, i: Tensor, keys: int) -> Tensor | float:
+    """Factor on each of ``p``: 0 where dropped, 1 / keep probability elsewhere; 1.0 without dropout."""
     if problem.dropout_p == 0.0:
         return 1.0
     assert extras.rng is not None
     h = torch.arange(problem.heads_q, device=i.device)[None, :, None, None]
     j = torch.arange(keys, device=i.device)[None, None, None, :]
     kept = dropout.keep_eager(extras.rng, z[:, None, None, None], h, i[None, None], j, problem.dropout_p)
-    return kept * dropout.keep_scale(problem.dropout_p)
+    high = torch.promote_types(p.dtype, torch.float32)  # a bool by a number would be of torch's default dtype
+    return kept.to(high) * dropout.keep_scale(problem.dropout_p)
 
 
 def eager_attention(
@@ -99,7 +100,7 @@ def eager_attention(
     lse = torch.logsumexp(s, -1).masked_fill(dead[..., 0], float("-inf"))
     row_max = s.amax(-1) if s.numel() else s.sum(-1)
     row_max = row_max.masked_fill(dead[..., 0], float("-inf"))
-    p = p * dropout_scale(problem, extras, z, i, nk)
+    p = p * dropout_scale(p, problem, extras, z, i, nk)
     return p.to(v.dtype) @ v, lse, row_max
 
 
@@ -213,7 +214,7 @@ def chunked_forward(
             total = p.sum(-1)
             if extras.learnable_sink is not None:
                 total = total + torch.exp(extras.learnable_sink.to(high)[None, :, None] - pivot)
-            p = p * dropout_scale(problem, extras, part.z, i, keys)
+            p = p * dropout_scale(p, problem, extras, part.z, i, keys)
             o = (_grouped(p, problem.heads_k) @ vs).view(*qc.shape[:3], vs.shape[-1])
             safe = total.masked_fill(total == 0, 1.0)
             os[:, :, rows] = (o / safe[..., None]).to(out.dtype)
@@ -269,7 +270,7 @@ def chunked_backward(
             qk = (_grouped(qc, problem.heads_k) @ ks.transpose(-1, -2)).view(*qc.shape[:3], keys)
             capped, s, _ = masked_scores(qk, problem, extras, part.z, i, part.nq, part.used)
             p = torch.exp(s - lse_c[..., None])
-            factor = dropout_scale(problem, extras, part.z, i, keys)
+            factor = dropout_scale(p, problem, extras, part.z, i, keys)
             dv_sum += _grouped(p * factor, problem.heads_k).transpose(-1, -2) @ _grouped(doc, problem.heads_k)
             dp = (_grouped(doc, problem.heads_k) @ vs.transpose(-1, -2)).view(p.shape) * factor
             ds = p * (dp - delta[..., None])
