@@ -17,6 +17,7 @@ from flashtri_core.target import INTERPRETER, SHARED_MEMORY, Target
 from flashtri_core.testing import cases
 from flashtri_core.testing.cases import Case
 from flashtri_core.testing.plugin import lanes
+from flashtri_core.variants import attn_bias
 
 KERNELS = ("fwd", "dkdv", "dq")
 
@@ -90,6 +91,16 @@ def test_tiles_for_a_bias_read_entry_by_entry(name):
     assert found.narrow_rows is narrow
     size = 32 if narrow else 64
     assert size == tuning.choose("fwd", found, Target(90, SHARED_MEMORY[90])).BLOCK_N
+
+
+@pytest.mark.parametrize("dtype", [*attn_bias.FLOATS, torch.bool])
+def test_a_plan_knows_how_a_bias_is_read(dtype):
+    """A repeated launch hands over as many numbers as the first: a view 4 elements on took the place of one 8 elements on."""
+    keys = {}
+    for offset in range(33):
+        x = torch.zeros(33 + 256, dtype=dtype)[offset : offset + 256].view(1, 1, 16, 16)
+        keys.setdefault(ops._layouts(Extras(attn_bias=x)), set()).add(attn_bias.eighths(x))
+    assert [len(ways) for ways in keys.values()] == [1] * len(keys)
 
 
 @pytest.mark.parametrize("capability", SHARED_MEMORY)

@@ -96,7 +96,12 @@ def _backward_key(
 
 
 def _layouts(extras: Extras) -> tuple[tuple[Any, ...] | None, ...]:
-    return tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() & 15 == 0) for x in extras])
+    return tuple([None if x is None else _layout(x) for x in extras])
+
+
+def _layout(x: Tensor) -> tuple[Any, ...]:
+    """The offset decides whether rows of a bias or mask are read in whole words, see ``attn_bias.eighths``."""
+    return x.shape, x.stride(), x.dtype, x.data_ptr() & 15 == 0, x.storage_offset() & 7 == 0
 
 
 def known(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...], return_max: bool) -> Callable[..., None] | None:
