@@ -260,6 +260,17 @@ def test_transposed_gradient(lane):
 
 
 @lanes()
+@pytest.mark.parametrize(("name", "shape"), [("alibi_slopes", (2,)), ("learnable_sink", (2,)), ("attn_bias", (5, 7))])
+def test_a_sign_in_a_flag(lane, name, shape):
+    """torch keeps the sign of a conjugate's imaginary part in a flag, which a kernel that gets an address does not see."""
+    q, k, v = (lane.randn(1, 2, n, 16, seed=s) for s, n in enumerate((5, 7, 7)))
+    numbers = torch.complex(torch.zeros(shape), torch.rand(shape) + 1.0).to(lane.device).conj().imag
+    assert numbers.is_neg() and numbers.lt(0).all()
+    got, want = (flash_attn(q, k, v, **{name: x}, impl=lane.impl) for x in (numbers, numbers.resolve_neg()))
+    assert torch.equal(got, want)
+
+
+@lanes()
 def test_gradient_of_a_sum(lane):
     """Row 12: sum().backward() sends one number expanded with strides 0."""
     leaves = [lane.randn(1, 2, 5, 8, seed=s).requires_grad_() for s in range(3)]

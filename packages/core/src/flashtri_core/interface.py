@@ -366,13 +366,15 @@ def _check_features(
     if alibi_slopes is not None:
         _check_layout("alibi_slopes", alibi_slopes)
         alibi.check(alibi_slopes, batch, heads, q.device)
+        alibi_slopes = alibi_slopes.resolve_neg()  # the imaginary part of a conjugate has its sign in a flag
     if learnable_sink is not None:
         _check_layout("learnable_sink", learnable_sink)
         sink.check(learnable_sink, heads, q.device)
+        learnable_sink = learnable_sink.resolve_neg()
     if bias is not None:
         _check_layout("attn_bias", bias)
         attn_bias.check(bias, "attn_bias", shape, q.device, False)
-        bias = attn_bias.as_4d(bias)
+        bias = attn_bias.as_4d(bias).resolve_neg()
     if mask is not None:
         _check_layout("attn_mask", mask)
         attn_bias.check(mask, "attn_mask", shape, q.device, True)
