@@ -41,8 +41,33 @@ def test_wrong_arguments_are_named(capsys):
     assert "suite: got 'speed', supported are all, grid," in capsys.readouterr().err
     assert main(["run", "--device", "cpu", "--suite", "host", "--peers", "fa5"]) == 2
     assert "peers: got fa5" in capsys.readouterr().err
+    assert main(["run", "--device", "cpu", "--suite", "grid", "--ops", "fwdd"]) == 2
+    assert "ops: got fwdd, the chosen cases have bwd, fwd" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["walk"])
+
+
+@pytest.mark.parametrize("number", ["-1", "0", "nan", "inf", "three"])
+@pytest.mark.parametrize(
+    ("command", "option"), [("run", "time-budget"), ("run", "window"), ("compare a b", "threshold")]
+)
+def test_numbers_are_positive(command, option, number, capsys):
+    """With a threshold of NaN no change was a regression."""
+    with pytest.raises(SystemExit) as stopped:
+        main([*command.split(), f"--{option}={number}"])
+    assert stopped.value.code == 2 and f"argument --{option}: " in capsys.readouterr().err
+
+
+def test_a_file_that_is_not_json_is_named(file, capsys):
+    file.write_text("{")
+    for command in (["validate"], ["report"], ["compare", str(file)], ["merge"]):
+        assert main([*command, str(file)]) == 2
+        assert f"{file}: not JSON" in capsys.readouterr().err
+
+
+def test_a_check_needs_a_readme(file, capsys):
+    assert main(["report", str(file), "--check"]) == 2
+    assert "--readme" in capsys.readouterr().err
 
 
 @pytest.fixture

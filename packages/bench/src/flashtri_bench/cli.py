@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -16,6 +15,13 @@ from .cases import SUITES, select
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(part for part in text.split(",") if part)
+
+
+def _positive(text: str) -> float:
+    number = float(text)
+    if not 0.0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"got {text}, expected a positive number")
+    return number
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -32,12 +38,12 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--smoke", action="store_true", help="tiny sizes; always so on a CPU")
     run.add_argument(
         "--time-budget",
-        type=float,
+        type=_positive,
         metavar="SECONDS",
         help="start no further case after this long; at most 40 %% of it is spent on compiling ahead, suite by suite",
     )
-    run.add_argument("--step-timeout", type=float, default=240.0, metavar="SECONDS", help="silence that is a hang")
-    run.add_argument("--window", type=float, default=60.0, metavar="MS", help="device time per peer, pass and case")
+    run.add_argument("--step-timeout", type=_positive, default=240.0, metavar="SECONDS", help="silence that is a hang")
+    run.add_argument("--window", type=_positive, default=60.0, metavar="MS", help="device time per peer, pass and case")
     run.add_argument("--out", type=Path, help="merge into this file; default on a GPU: the checkout's results.json")
 
     shown = commands.add_parser("report", help="tables and plots of a results file")
@@ -50,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     compared = commands.add_parser("compare", help="what changed between two files; exit 1 on a regression")
     compared.add_argument("old", type=Path)
     compared.add_argument("new", type=Path)
-    compared.add_argument("--threshold", type=float, default=0.03, help="smallest change that counts (0.03 = 3 %%)")
+    compared.add_argument("--threshold", type=_positive, default=0.03, help="smallest change that counts (0.03 = 3 %%)")
 
     validated = commands.add_parser("validate", help="may this file be committed?")
     validated.add_argument("file", type=Path, nargs="?")
@@ -92,8 +98,12 @@ def _run(args: argparse.Namespace) -> int:
         raise ValueError(f"out: a smoke run leaves {out} alone")
     if not smoke and out is not None and out.resolve() == committed_path().resolve() and commit()[1]:
         raise ValueError(f"out: {out} takes figures of committed code only; commit first, or give --out another file")
+    cases = select(args.suite, args.cases)
+    ops = {op for case in cases for op in case.ops}
+    if not ops.issuperset(args.ops):
+        raise ValueError(f"ops: got {','.join(args.ops)}, the chosen cases have {', '.join(sorted(ops))}")
     plan = Plan(
-        select(args.suite, args.cases),
+        cases,
         args.peers,
         args.ops,
         dtype,
@@ -140,6 +150,8 @@ def _default(path: Path | None) -> Path:
 
 
 def _report(args: argparse.Namespace) -> int:
+    if args.check and args.readme is None:
+        raise ValueError("check: it checks the file that --readme names")
     document = results.load(_default(args.file))
     if args.readme is not None:
         text = args.readme.read_text(encoding="utf-8")
@@ -168,7 +180,7 @@ def _compare(args: argparse.Namespace) -> int:
 
 def _validate(args: argparse.Namespace) -> int:
     path = _default(args.file)
-    found = list(results.problems(json.loads(path.read_text(encoding="utf-8"))))
+    found = list(results.problems(results.parse(path)))
     for sentence in found:
         print(f"{path}: {sentence}")
     if not found:

@@ -240,6 +240,19 @@ def _row_problems(row: Row, run: dict[str, Any]) -> Iterator[str]:
         yield f"{row['tflops']} TFLOP/s is above what the card's matmul reaches, {ceiling}: a miscount"
 
 
+def parse(path: Path) -> Document:
+    """Read a document that may say anything, as long as it is JSON.
+
+    Raises:
+        ValueError: It is not.
+    """
+    try:
+        document: Document = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON: {error}") from error
+    return document
+
+
 def load(path: Path) -> Document:
     """Read a document and check its structure; rules for committing are `problems`.
 
@@ -250,9 +263,9 @@ def load(path: Path) -> Document:
         The document.
 
     Raises:
-        ValueError: The file breaks the schema.
+        ValueError: The file is not JSON, or breaks the schema.
     """
-    document: Document = json.loads(path.read_text(encoding="utf-8"))
+    document = parse(path)
     for sentence in schema.violations(document, schema.load()):
         raise ValueError(f"{path}: {sentence}")
     return document
