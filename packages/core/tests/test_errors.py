@@ -319,6 +319,18 @@ def test_packing_names_what_is_no_tensor():
             call()
 
 
+@pytest.mark.parametrize("starts", [[2, 5, 7], [0, 3, 2], [], [[0, 1]], [0.0, 1.0]], ids=str)
+def test_unpack_names_starts_that_are_none(starts):
+    """Rows 0 to 4 stood for sequences that begin at row 2."""
+    with pytest.raises((TypeError, ValueError), match=r"^cu_seqlens must "):
+        unpack(torch.zeros(9, 4), torch.tensor(starts, dtype=None if starts else torch.int32), 9)
+
+
+def test_unpack_names_a_length_that_is_no_int():
+    with pytest.raises(TypeError, match=r"^length must be an int, got float"):
+        unpack(torch.zeros(9, 4), torch.tensor([0, 9]), 9.0)
+
+
 def test_the_process_survives_empty_heads():
     """Row 150: no division by zero in native code; the interpreter lives on."""
     code = (

@@ -55,16 +55,24 @@ def unpack(values: Tensor, cu_seqlens: Tensor, length: int) -> Tensor:
 
     Args:
         values: (total, ...), as :func:`pack` or :func:`flash_attn_varlen` returned it.
-        cu_seqlens: int32 (B + 1,).
+        cu_seqlens: int32 or int64 (B + 1,), starts at 0, never decreases.
         length: N of the result, at least the longest sequence.
 
     Raises:
-        TypeError: an argument is not a tensor.
-        ValueError: a sequence is longer than ``length``, or cu_seqlens ends past ``values``.
+        TypeError: an argument of the wrong type or dtype.
+        ValueError: cu_seqlens is of another form or ends past ``values``, or a sequence is longer than ``length``.
     """
     _check_are_tensors(values=values, cu_seqlens=cu_seqlens)
+    if isinstance(length, bool) or not isinstance(length, int):
+        raise TypeError(f"length must be an int, got {type(length).__name__}")
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}")
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
+        raise ValueError(f"cu_seqlens must have shape (B + 1,), got {tuple(cu_seqlens.shape)}")
     lengths = cu_seqlens[1:] - cu_seqlens[:-1]
-    sizes = lengths.tolist()
+    sizes, start = lengths.tolist(), int(cu_seqlens[0])
+    if start != 0 or any(n < 0 for n in sizes):
+        raise ValueError(f"cu_seqlens must start at 0 and never decrease, got {cu_seqlens.tolist()[:8]}")
     if any(n > length for n in sizes):
         raise ValueError(f"length must be at least the longest sequence, {max(sizes)}, got {length}")
     if sum(sizes) > values.shape[0]:
