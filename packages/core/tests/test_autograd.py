@@ -67,6 +67,19 @@ def test_gradient_through_lse(lane):
 
 
 @lanes()
+def test_a_batch_of_output_gradients(lane):
+    """is_grads_batched runs the backward under vmap, where a tensor has no address: it was an error."""
+    leaves = [lane.randn(1, 2, 9, 16, seed=s).requires_grad_() for s in range(3)]
+    out = flash_attn(*leaves, causal=True, impl=lane.impl)
+    batch = lane.randn(3, 1, 2, 9, 16, seed=4)
+    got = torch.autograd.grad(out, leaves, batch, is_grads_batched=True, retain_graph=True)
+    want = [torch.autograd.grad(out, leaves, do, retain_graph=True) for do in batch]
+    for n, grads in enumerate(want):
+        for a, b in zip(got, grads, strict=True):
+            assert torch.equal(a[n], b)
+
+
+@lanes()
 def test_max_logits_has_no_gradient(lane):
     q, k, v = three(lane)
     _, most = flash_attn(q, k, v, return_max_logits=True, impl=lane.impl)

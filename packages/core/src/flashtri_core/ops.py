@@ -281,7 +281,14 @@ class _Eager(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None, _row_max: Tensor | None) -> tuple[Any, ...]:
         # create_graph=True: a second derivative would be asked of these gradients
         bwd = _by_operator if torch.is_grad_enabled() else _backward
-        return *_gradients(ctx, bwd, do, dlse, ctx.needs_input_grad[:5]), None
+        need = ctx.needs_input_grad[:5]
+        try:
+            return *_gradients(ctx, bwd, do, dlse, need), None
+        except RuntimeError:  # is_grads_batched=True: what stands for a batch has no address; to ask first takes time
+            grad = dlse if do is None else do
+            if grad is None or not torch._C._functorch.is_legacy_batchedtensor(grad):
+                raise
+            return *_gradients(ctx, _by_operator, do, dlse, need), None
 
 
 #: ``_Eager.apply`` without the search for functorch that ``watched`` makes as well, and for less.
