@@ -204,6 +204,18 @@ SECTIONS: dict[str, list[Mistake]] = {
             lambda: pack(zeros(2, 3), torch.tensor([4, 1])),
             "Lengths count tokens of a row.",
         ),
+        ("a fraction as `unpack`'s length", lambda: unpack(zeros(8), torch.tensor([0, 8]), 8.0), "N, a Python int."),
+        ("`unpack` with offsets in fp32", lambda: unpack(zeros(8), zeros(2), 8), "Cast to int32."),
+        (
+            "`unpack` without offsets",
+            lambda: unpack(zeros(8), torch.tensor([]).int(), 8),
+            "No sequence at all is `[0]`.",
+        ),
+        (
+            "`unpack` with offsets that start elsewhere",
+            lambda: unpack(zeros(8), torch.tensor([2, 8]), 8),
+            "Give the offsets that `pack` returned, and the rows that they count.",
+        ),
         (
             "`unpack` into too short a batch",
             lambda: unpack(zeros(8), torch.tensor([0, 5, 8]), 4),
