@@ -53,6 +53,14 @@ def test_a_slower_machine_is_not_a_regression(make):
     assert outcome.agreement == 1.0
 
 
+def test_without_peers_there_is_no_ratio_to_them(good):
+    alone = copy.deepcopy(good)
+    alone["rows"] = [row for row in alone["rows"] if row["impl"] == "flashtri"]
+    outcome = compare(good, slow(alone, 1.1))
+    assert outcome.agreement is None
+    assert "+10.0% (no peers" in describe(outcome) and "ratio to the peers" not in describe(outcome)
+
+
 def test_a_regression_hidden_by_a_faster_machine_is_found(make):
     assert len(compare(make.document(), slow(make.document(factor=1.2), 1.2)).regressions) == 1
 

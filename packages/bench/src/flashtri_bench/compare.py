@@ -23,14 +23,14 @@ class Change:
     Attributes:
         name: What the row is.
         relative: New time over old time, less the drift of the peers; 1.1 is 10 % slower.
-        drift: By how much the peers of the case changed.
+        drift: By how much the peers of the case changed; None where both files have none.
         noise: Relative spread of the two measurements.
         ours: Whether it is a row of this project.
     """
 
     name: Key
     relative: float
-    drift: float
+    drift: float | None
     noise: float
     ours: bool
 
@@ -68,8 +68,8 @@ class Outcome:
 
     @property
     def agreement(self) -> float | None:
-        """Share of our rows whose ratio to the peers is the same within the threshold; None without such rows."""
-        ours = [c for c in self.changes if c.ours]
+        """Share of our rows whose ratio to the peers is the same within the threshold; None without peers."""
+        ours = [c for c in self.changes if c.ours and c.drift is not None]
         if not ours:
             return None
         return sum(abs(math.log(c.relative)) <= math.log1p(self.threshold) for c in ours) / len(ours)
@@ -126,11 +126,11 @@ def compare(old: Document, new: Document, threshold: float = 0.03) -> Outcome:
     changes = []
     for names in cells.values():
         peers = [ratio(n) for n in names if not is_ours(after[n])]
-        drift = geometric_mean(peers) if peers else 1.0
+        drift = geometric_mean(peers) if peers else None
         for name in names:
             noise = max(_spread(before[name]), _spread(after[name]))
             ours = is_ours(after[name])
-            changes.append(Change(name, ratio(name) / (drift if ours else 1.0), drift, noise, ours))
+            changes.append(Change(name, ratio(name) / (drift if ours and drift else 1.0), drift, noise, ours))
     measured = {(name[0], name[1], name[2], name[4]) for name in after}
     gone = [n for n, row in before.items() if is_ours(row) and n not in after and (n[0], n[1], n[2], n[4]) in measured]
     return Outcome(changes, threshold, gone, list(_memory(old, new, threshold)))
@@ -155,11 +155,12 @@ def describe(outcome: Outcome) -> str:
     lines = [f"{len(outcome.changes)} rows in both files"]
     if outcome.agreement is not None:
         within = f"{outcome.threshold:.0%}"
-        lines.append(f"ratio to the peers equal within {within} in {outcome.agreement:.0%} of our rows")
+        lines.append(f"ratio to the peers equal within {within} in {outcome.agreement:.0%} of our rows that have peers")
     for title, changes in (("REGRESSION", outcome.regressions), ("faster", outcome.improvements)):
         for c in changes:
             gpu, case, op, impl, dtype = c.name
-            moved = f"{c.relative - 1:+.1%} (peers {c.drift - 1:+.1%}, spread {c.noise:.1%})"
+            peers = "no peers" if c.drift is None else f"peers {c.drift - 1:+.1%}"
+            moved = f"{c.relative - 1:+.1%} ({peers}, spread {c.noise:.1%})"
             lines.append(f"{title}: {case} {op} {impl} {dtype} on {gpu}: {moved}")
     lines += [f"GONE: {' '.join(name[1:])}" for name in outcome.gone]
     lines += [f"MEMORY: {sentence}" for sentence in outcome.memory]
