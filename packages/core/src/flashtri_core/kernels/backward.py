@@ -45,7 +45,7 @@ def attn_bwd_delta_kernel(
 @jit
 def p_and_ds(
     s_dot, dp_dot, lse_log2, delta, z, h, start_m, start_n, i, j, Nq, Nk, variant, args, mask, unit_log2,
-    EDGE: tl.constexpr, RAGGED: tl.constexpr, HAS_MASK: tl.constexpr,
+    EDGE: tl.constexpr, RAGGED: tl.constexpr, HAS_MASK: tl.constexpr, SPARE: tl.constexpr = False,
 ):  # fmt: skip
     """From the products QK^T and dO V^T to (p for dV, dS, dqk), tile by tile, before ``rescale`` and softmax_scale.
 
@@ -54,7 +54,7 @@ def p_and_ds(
     raw = variant.score(s_dot, args.score)
     s = masked_scores(raw, z, h, i, j, Nq, Nk, variant, args, mask, EDGE, RAGGED, HAS_MASK)
     p = p_from_lse(s, lse_log2, unit_log2)
-    kept = variant.drop(p, z, h, start_m, start_n, args.drop)
+    kept = variant.drop(p, z, h, start_m, start_n, args.drop, SPARE)
     ds = variant.drop_grad(p, kept, dp_dot, delta, args.drop)
     return kept, ds, variant.score_grad(ds, raw, args.score)
 
@@ -89,6 +89,7 @@ def attn_bwd_dkdv_kernel(
     lo, full_lo, full_hi, hi = variant.q_range(start_n, tl.minimum(start_n + BLOCK_N, Nk), Nq, Nk, args.mask)
     hi = tl.where(start_n < Nk, hi, 0)  # a tile of unused keys has no queries: its gradients are written as zeros
     # (rows past Nq need no mask on scores: their LSE reads as +inf, so their P is 0)
+    SPARE: tl.constexpr = len(args.drop) > 0 and BLOCK_D + BLOCK_DV == 256  # with dropout, D = 128 is short of registers
     lo, full_lo, full_hi, hi = block_bounds(lo, full_lo, full_hi, hi, BLOCK_M)
     for g in range(0, group):  # every query head that reads this key head adds to the same dK and dV
         h = hk * group + g
@@ -108,7 +109,7 @@ def attn_bwd_dkdv_kernel(
                     p, ds, dqk = p_and_ds(
                         tl.dot(q, tl.trans(k)), tl.dot(do, tl.trans(v)), pivot_of(lse)[:, None], delta[:, None],
                         z, h, start_m, start_n, offs_m[:, None], offs_n[None, :], Nq, Nk,
-                        variant, args, mask, unit_log2, span != 1, True, HAS_MASK,
+                        variant, args, mask, unit_log2, span != 1, True, HAS_MASK, SPARE,
                     )  # fmt: skip
                     dv = tl.dot(tl.trans(p.to(do.dtype)), do, dv)
                     dk = tl.dot(tl.trans(dqk.to(q.dtype)), q, dk)

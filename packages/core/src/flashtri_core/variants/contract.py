@@ -21,7 +21,8 @@ Index tiles: ``i`` query rows [BLOCK_M, 1] and ``j`` keys [1, BLOCK_N], int32, c
 ``alibi``       ``(s, slope, i, j, Nq, Nk) -> s`` plus an additive term without gradient of its own
 ``bias``        ``(s, z, h, i, j, Nq, Nk, args, EDGE) -> s`` plus the user's additive bias (its gradient has its own
                 kernel); EDGE says whether the tile may reach past Nk
-``drop``        ``(p, z, h, start_m, start_n, args) -> kept`` [BLOCK_M, BLOCK_N]: p with 0 where it is dropped
+``drop``        ``(p, z, h, start_m, start_n, args, SPARE) -> kept`` [BLOCK_M, BLOCK_N]: p with 0 where it is dropped;
+                SPARE asks for few registers instead of few instructions
 ``drop_grad``   ``(p, kept, dp, delta, args) -> ds``, the gradient of softmax and dropout up to the factor of ``rescale``
 ``rescale``     ``(x, args) -> x`` divided by the keep probability: once per output, behind the loops, since O and every
                 gradient are linear in it
@@ -81,7 +82,7 @@ def no_bias(s, z, h, i, j, Nq, Nk, args, EDGE: tl.constexpr):
 
 
 @jit
-def no_drop(p, z, h, start_m, start_n, args):
+def no_drop(p, z, h, start_m, start_n, args, SPARE: tl.constexpr = False):
     """Probability axis when unused: the probabilities themselves."""
     return p
 

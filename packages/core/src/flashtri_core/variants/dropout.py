@@ -40,6 +40,10 @@ if INTERPRETED:
     def select(p, word, above, limit):
         return tl.where(word << above <= limit, p, 0.0)
 
+    @jit
+    def anew(x):
+        return x
+
 else:
     SELECT = tl.constexpr("{ .reg .pred p; .reg .u32 x; shl.b32 x, $2, $3; setp.le.u32 p, x, $4; selp.f32 $0, $1, 0.0, p; }")
 
@@ -52,16 +56,25 @@ else:
         """
         return tl.inline_asm_elementwise(SELECT, "=f,f,r,r,r", [p, word, above, limit], tl.float32, is_pure=True, pack=1)
 
+    @jit
+    def anew(x):
+        """The int64 x; the compiler cannot move what follows from it out of a loop."""
+        return tl.inline_asm_elementwise("mov.b64 $0, $1;", "=l,l", [x], tl.int64, is_pure=False, pack=1)
+
 
 @jit
-def drop(p, z, h, start_m, start_n, args):
+def drop(p, z, h, start_m, start_n, args, SPARE: tl.constexpr = False):
     """args = (rng, kept levels of 256, 1 / keep probability); rng = int64 (seed, offset).
 
     Sixteen scores share a counter: rows i and i + 8, keys j, j + 1 and j + 8, 16, 24. Those are the entries that a
     tensor-core accumulator gives to one thread, and their counters are equal before the tile's start is added: the
     compiler computes each Philox call once for the sixteen.
+
+    SPARE registers: the twenty round keys are added up for each tile, not held through the loop.
     """
     seed = tl.load(args[0])
+    if SPARE:
+        seed = anew(seed)
     offset = tl.load(args[0] + 1)
     i = tl.arange(0, p.shape[0])[:, None]
     j = tl.arange(0, p.shape[1])[None, :]
