@@ -102,12 +102,22 @@ def attn_bwd_dkdv_kernel(
             for start_m in range(first, last, BLOCK_M):
                 if not HAS_MASK or any_visible(z, h, start_m, start_n, mask):
                     offs_m = start_m + tl.arange(0, BLOCK_M)
-                    q = load_rows(q_base, stride_q, start_m, Nq, HEAD_DIM, BLOCK_M, BLOCK_D, True)
-                    do = load_rows(do_base, stride_do, start_m, Nq, HEAD_DIM_V, BLOCK_M, BLOCK_DV, True)
+                    if SPARE:  # dO and dP first: ptxas spills less
+                        do = load_rows(do_base, stride_do, start_m, Nq, HEAD_DIM_V, BLOCK_M, BLOCK_DV, True)
+                        q = load_rows(q_base, stride_q, start_m, Nq, HEAD_DIM, BLOCK_M, BLOCK_D, True)
+                    else:
+                        q = load_rows(q_base, stride_q, start_m, Nq, HEAD_DIM, BLOCK_M, BLOCK_D, True)
+                        do = load_rows(do_base, stride_do, start_m, Nq, HEAD_DIM_V, BLOCK_M, BLOCK_DV, True)
                     lse = tl.load(LSE + row_base + offs_m, mask=offs_m < Nq, other=float("inf"))
                     delta = tl.load(DELTA + row_base + offs_m, mask=offs_m < Nq, other=0.0)
+                    if SPARE:
+                        dp = tl.dot(do, tl.trans(v))
+                        s = tl.dot(q, tl.trans(k))
+                    else:
+                        s = tl.dot(q, tl.trans(k))
+                        dp = tl.dot(do, tl.trans(v))
                     p, ds, dqk = p_and_ds(
-                        tl.dot(q, tl.trans(k)), tl.dot(do, tl.trans(v)), pivot_of(lse)[:, None], delta[:, None],
+                        s, dp, pivot_of(lse)[:, None], delta[:, None],
                         z, h, start_m, start_n, offs_m[:, None], offs_n[None, :], Nq, Nk,
                         variant, args, mask, unit_log2, span != 1, True, HAS_MASK, SPARE,
                     )  # fmt: skip
