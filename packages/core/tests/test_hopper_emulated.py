@@ -97,6 +97,31 @@ def test_all_features_together(d, seed, poisoned):
     check(case, BFLOAT, seed=seed)
 
 
+@pytest.mark.parametrize("slopes", [(0.01, -0.01), (1.0, 1e-4)], ids=str)
+@pytest.mark.parametrize("window", [(-1, -1), (500, 0)], ids=str)
+@pytest.mark.parametrize("d", [64, 128, 192])
+def test_alibi_over_many_blocks(d, window, slopes, poisoned):
+    """Most blocks need no mask there; with a negative slope the farthest keys weigh most."""
+    given = cases.inputs(Case("alibi", nq=200, nk=900, d=d, causal=True, window=window, alibi="h"), HALF)
+    given.tensors["alibi_slopes"] = torch.tensor(slopes)
+    right, eager = cases.exact(given, torch.float64), cases.exact(given, HALF)
+    for path in (False, True) if d <= 128 else (False,):
+        with gluon_cpu.emulate(d):
+            got = cases.run(given, "hopper", deterministic=path)
+        budget.check(got, right, eager)
+
+
+def test_alibi_over_64k_keys():
+    """However far away keys are, no more is lost than fp32 loses."""
+    given = cases.inputs(Case("far", heads=(4, 1), nq=5, nk=1 << 16, d=64, causal=True, alibi="h"), HALF)
+    given.tensors["alibi_slopes"] = torch.tensor([1.0, 0.01, 1e-4, -0.01])
+    right = cases.exact(given, torch.float64, False)
+    with gluon_cpu.emulate(0):
+        got = cases.run(given, "hopper", False)
+    budget.check(got, right, cases.exact(given, torch.float32, False))
+    torch.testing.assert_close(got["lse"].double(), right["lse"], rtol=2e-6, atol=2e-6)
+
+
 @pytest.mark.parametrize("d", [64, 128])
 def test_nan_is_not_lost(d):
     """A maximum drops NaN; the row that a NaN key or sink belongs to must not."""

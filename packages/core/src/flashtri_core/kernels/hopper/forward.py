@@ -301,6 +301,31 @@ def probabilities(s, m_log2, unit_log2, FIRST: gl.constexpr):
 
 
 @gluon.jit
+def linear_probabilities(
+    s, row, start_n, slope, Nq, Nk, m_log2, unit_log2, variant, args, S_LAYOUT: gl.constexpr, C: gl.constexpr
+):  # fmt: skip
+    """:func:`scores` and :func:`probabilities` of a block without mask, where the bias is linear in the key.
+
+    It costs a multiply-add per score.
+    A thread owns columns 8 a + 2 t + b of its rows, t in 0..3 its own, a and b known to the compiler. What a key's bias has
+    beyond that of the thread's last column is added with 8 a + b as a literal; the last column's, one number per row and
+    thread, goes into the pivot. The two have the same sign, so that neither shows what the other rounds away.
+    """
+    LAST: gl.constexpr = C.block_n - 7  # 8 a + b of a thread's last column
+    j = gl.arange(0, C.block_n, layout=gl.SliceLayout(0, S_LAYOUT))
+    s = variant.alibi(variant.score(s, args.score), slope, LAST, (j & -7)[None, :], 0, 0)
+    parts = s.reshape([s.shape[0], C.block_n // 8, 4, 2])
+    top = gl.max(gl.max(parts, 3), 1)  # [M, 4]
+    i = gl.convert_layout(row, gl.SliceLayout(1, top.type.layout))
+    t = gl.arange(0, 4, layout=gl.SliceLayout(0, top.type.layout))
+    rest = variant.alibi(0.0, slope * unit_log2, i[:, None], (start_n + LAST + 2 * t)[None, :], Nq, Nk)  # [M, 4], base 2
+    m_new = gl.maximum(m_log2, gl.convert_layout(gl.max(top * unit_log2 + rest, 1), m_log2.type.layout))
+    pivot = gl.convert_layout(m_new, gl.SliceLayout(1, top.type.layout))[:, None] - rest
+    p = gl.exp2(parts * unit_log2 - pivot[:, None, :, None]).reshape(s.shape)
+    return gl.convert_layout(p, S_LAYOUT), gl.exp2(m_log2 - m_new), m_new
+
+
+@gluon.jit
 def row_parts(p, C: gl.constexpr):
     """Row sums as far as one thread can add them, [64, 4]: four threads share a row, and the loop needs no shuffle."""
     return gl.sum(gl.sum(p.reshape([p.shape[0], C.block_n // 8, 4, 2]), 3), 1)
@@ -384,8 +409,13 @@ def step(
     pass_turn(WG, C)
     s = wait_qk(s, C)
     release(bars.k_empty, RELEASE_K, k_stage, C)
-    s = scores(s, row, block * C.block_n, slope, Nq, Nk, variant, args, MASK, S_LAYOUT, C)
-    p, alpha, m_log2 = probabilities(s, m_log2, unit_log2, False)
+    if C.linear_bias and not MASK:
+        p, alpha, m_log2 = linear_probabilities(
+            s, row, block * C.block_n, slope, Nq, Nk, m_log2, unit_log2, variant, args, S_LAYOUT, C
+        )
+    else:
+        s = scores(s, row, block * C.block_n, slope, Nq, Nk, variant, args, MASK, S_LAYOUT, C)
+        p, alpha, m_log2 = probabilities(s, m_log2, unit_log2, False)
     parts = row_parts(p, C)
     l_i = scale_rows(l_i, alpha) + parts
     # The next step needs this V anyway. Waiting here, a branch, keeps ptxas from moving exp2 below the wait for O.
