@@ -63,7 +63,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..schedule import dense_tile, packed_tile, span_of
-from .common import ANY, OR_ZERO, named_barrier_wait, select, tma_load, tma_store
+from .common import ANY, OR_ZERO, linear_exponents, named_barrier_wait, select, tma_load, tma_store
 from .forward import barriers, clear_rows
 
 _SharedMemory = gl.shared_memory_descriptor  # a method that lost its underscore after Triton 3.6
@@ -549,7 +549,11 @@ def step(
     j = (t.start_n + WG * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, S_LAYOUT)))[:, None]
     raw = variant.score(s, args.score)
     slope = variant.slope(t.z, h, args.alibi)
-    p = gl.exp2(variant.alibi(raw, slope, i, j, t.Nq, t.Nk) * unit_log2 - lse_log2[None, :])
+    if C.linear_bias and not MASK:
+        p = gl.exp2(linear_exponents(raw, lse_log2[None, :], m * BLOCK_M, t.start_n + WG * HALF, slope, t.Nq, t.Nk, unit_log2,
+                                     variant, 0, S_LAYOUT))  # fmt: skip
+    else:
+        p = gl.exp2(variant.alibi(raw, slope, i, j, t.Nq, t.Nk) * unit_log2 - lse_log2[None, :])
     if MASK:
         a, b, width = variant.place(i, j, t.Nq, t.Nk, args.mask)
         p = select(p, a, b, width, OR_ZERO)

@@ -31,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..schedule import dense_tile, packed_tile, span_of
 from .backward import CLEARED, HALF, first_block, ring, store_rows
-from .common import ANY, OR_ZERO, named_barrier_wait, select, tma_load
+from .common import ANY, OR_ZERO, linear_exponents, named_barrier_wait, select, tma_load
 from .forward import barriers, clear_rows, key_blocks
 
 # A predicated no-op that reads every P. Without it ptxas sinks all exp2 below the wait for dP, where they overlap with
@@ -139,18 +139,22 @@ def issue_scores(count, tiles, bars, WG: gl.constexpr, S_LAYOUT: gl.constexpr, C
 
 @gluon.jit
 def ds_of(
-    s, dp, count, block, row, lse_log2, delta, z, h, Nq, Nk, unit_log2, variant, args, tiles, bars, BEHIND: gl.constexpr,
+    s, dp, count, block, row0, lse_log2, delta, z, h, Nq, Nk, unit_log2, variant, args, tiles, bars, BEHIND: gl.constexpr,
     MASK: gl.constexpr, S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """dS [64, BLOCK_N] as dQ's left operand; ``BEHIND`` products may stay in flight behind S and dP."""
     k_stage, k_phase = ring(count, C.k_stages)
     v_stage, _phase = ring(count, C.v_stages)
     s = warpgroup_mma_wait(1 + BEHIND, deps=(s,))
-    i = row[:, None]
+    i = (row0 + gl.arange(0, HALF, layout=gl.SliceLayout(1, S_LAYOUT)))[:, None]
     j = (block * C.block_n + gl.arange(0, C.block_n, layout=gl.SliceLayout(0, S_LAYOUT)))[None, :]
     raw = variant.score(s, args.score)
     slope = variant.slope(z, h, args.alibi)
-    p = gl.exp2(variant.alibi(raw, slope, i, j, Nq, Nk) * unit_log2 - lse_log2[:, None])
+    if C.linear_bias and not MASK:
+        p = gl.exp2(linear_exponents(raw, lse_log2[:, None], row0, block * C.block_n, slope, Nq, Nk, unit_log2, variant, 1,
+                                     S_LAYOUT))  # fmt: skip
+    else:
+        p = gl.exp2(variant.alibi(raw, slope, i, j, Nq, Nk) * unit_log2 - lse_log2[:, None])
     if MASK:
         a, b, width = variant.place(i, j, Nq, Nk, args.mask)
         p = select(p, a, b, width, OR_ZERO)
@@ -169,14 +173,14 @@ def ds_of(
 
 @gluon.jit
 def step(
-    dq, ds, count, block, row, lse_log2, delta, z, h, Nq, Nk, unit_log2, variant, args, tiles, bars, WG: gl.constexpr,
+    dq, ds, count, block, row0, lse_log2, delta, z, h, Nq, Nk, unit_log2, variant, args, tiles, bars, WG: gl.constexpr,
     MASK: gl.constexpr, S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """One key block: its dS, under the previous block's product with K."""
     before, _phase = ring(count - 1, C.k_stages)
     s, dp = issue_scores(count, tiles, bars, WG, S_LAYOUT, C)
     dq = warpgroup_mma(ds, tiles.k.index(before).reshape([C.block_n, C.d]), dq, is_async=True)
-    ds = ds_of(s, dp, count, block, row, lse_log2, delta, z, h, Nq, Nk, unit_log2, variant, args, tiles, bars, 1, MASK,
+    ds = ds_of(s, dp, count, block, row0, lse_log2, delta, z, h, Nq, Nk, unit_log2, variant, args, tiles, bars, 1, MASK,
                S_LAYOUT, P_LAYOUT, C)  # fmt: skip
     dq = warpgroup_mma_wait(0, deps=(dq,))
     mbarrier.arrive(bars.k_empty.index(before), count=1)
@@ -203,7 +207,7 @@ def consumer(
     dq = gl.zeros([HALF, C.d], gl.float32, DQ_LAYOUT)
     mbarrier.wait(bars.q_full.index(0), 0)
     s, dp = issue_scores(0, tiles, bars, WG, S_LAYOUT, C)
-    ds = ds_of(s, dp, 0, last - 1, row, lse_log2, delta, z, h, Nq, Nk, unit_log2, variant, args, tiles, bars, 0,
+    ds = ds_of(s, dp, 0, last - 1, row0, lse_log2, delta, z, h, Nq, Nk, unit_log2, variant, args, tiles, bars, 0,
                C.mask_last, S_LAYOUT, P_LAYOUT, C)  # fmt: skip
     if C.packed or C.used:  # dS is zero for keys past the end, but 0 * NaN is NaN
         valid = Nk - (last - 1) * C.block_n
@@ -216,16 +220,16 @@ def consumer(
     count = 1
     if C.right_edge:
         for block in range(last - 2, gl.maximum(free_hi, first) - 1, -1):
-            dq, ds = step(dq, ds, count, block, row, lse_log2, delta, z, h, Nq, Nk, unit_log2, variant, args, tiles, bars,
+            dq, ds = step(dq, ds, count, block, row0, lse_log2, delta, z, h, Nq, Nk, unit_log2, variant, args, tiles, bars,
                           WG, True, S_LAYOUT, P_LAYOUT, C)  # fmt: skip
             count += 1
     for block in range(gl.minimum(last - 1, free_hi) - 1, gl.maximum(free_lo, first) - 1, -1):
-        dq, ds = step(dq, ds, count, block, row, lse_log2, delta, z, h, Nq, Nk, unit_log2, variant, args, tiles, bars, WG,
+        dq, ds = step(dq, ds, count, block, row0, lse_log2, delta, z, h, Nq, Nk, unit_log2, variant, args, tiles, bars, WG,
                       False, S_LAYOUT, P_LAYOUT, C)  # fmt: skip
         count += 1
     if C.left_edge:
         for block in range(gl.minimum(last - 1, free_lo) - 1, first - 1, -1):
-            dq, ds = step(dq, ds, count, block, row, lse_log2, delta, z, h, Nq, Nk, unit_log2, variant, args, tiles, bars,
+            dq, ds = step(dq, ds, count, block, row0, lse_log2, delta, z, h, Nq, Nk, unit_log2, variant, args, tiles, bars,
                           WG, True, S_LAYOUT, P_LAYOUT, C)  # fmt: skip
             count += 1
     before, _phase = ring(count - 1, C.k_stages)

@@ -45,7 +45,7 @@ from .backward import (
     store_rows,
     store_share,
 )
-from .common import ANY, OR_ZERO, named_barrier_wait, select, tma_load
+from .common import ANY, OR_ZERO, linear_exponents, named_barrier_wait, select, tma_load
 from .forward import barriers, clear_rows, tile_pair
 
 SHARE = gl.constexpr(32)  # query rows per warpgroup when scores are computed
@@ -175,7 +175,11 @@ def step(
     j = (t.start_n + gl.arange(0, HALF, layout=gl.SliceLayout(1, S_LAYOUT)))[:, None]
     raw = variant.score(s, args.score)
     slope = variant.slope(t.z, h, args.alibi)
-    p = gl.exp2(variant.alibi(raw, slope, i, j, t.Nq, t.Nk) * unit_log2 - lse_log2[None, :])
+    if C.linear_bias and not MASK:
+        p = gl.exp2(linear_exponents(raw, lse_log2[None, :], m * HALF + WG * SHARE, t.start_n, slope, t.Nq, t.Nk, unit_log2,
+                                     variant, 0, S_LAYOUT))  # fmt: skip
+    else:
+        p = gl.exp2(variant.alibi(raw, slope, i, j, t.Nq, t.Nk) * unit_log2 - lse_log2[None, :])
     if MASK:
         a, b, width = variant.place(i, j, t.Nq, t.Nk, args.mask)
         p = select(p, a, b, width, OR_ZERO)

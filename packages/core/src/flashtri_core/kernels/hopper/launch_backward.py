@@ -53,6 +53,7 @@ class BackwardConfig:
     edge_lo: bool = False  # steps before the free middle may need the mask
     edge_hi: bool = False
     past_end: bool = True  # as in ForwardConfig
+    linear_bias: bool = False  # as in ForwardConfig
     descending: bool = False  # walk from the last block of rows to the first
 
 
@@ -75,6 +76,7 @@ class DqConfig:
     right_edge: bool = False
     left_edge: bool = False
     past_end: bool = True  # as in ForwardConfig
+    linear_bias: bool = False  # as in ForwardConfig
 
 
 LATE_DQ_SPILLS = (3, 9)  # Triton from which a late dQ product keeps 276 to 508 bytes in local memory, 88 to 92 before
@@ -237,6 +239,7 @@ def specialise(config: BackwardConfig, problem: Problem) -> BackwardConfig:
         edge_lo=mask.Q_LEFT_EDGE or ragged,
         edge_hi=mask.Q_RIGHT_EDGE,
         past_end=problem.mask_kind == "full" or problem.window[1] > 0,
+        linear_bias=launch_forward.linear_bias(problem),
         descending=config.ordered and problem.mask_kind != "full",
     )
 
@@ -259,6 +262,7 @@ def specialise_dq(problem: Problem, block_stat: int) -> DqConfig:
         right_edge=kind != "full",
         left_edge=MASKS[kind].KV_LEFT_EDGE,
         past_end=kind == "full" or problem.window[1] > 0,
+        linear_bias=launch_forward.linear_bias(problem),
     )
 
 

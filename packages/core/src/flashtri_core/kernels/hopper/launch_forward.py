@@ -115,8 +115,13 @@ def specialise(config: ForwardConfig, problem: Problem) -> ForwardConfig:
         right_edge=kind != "full",
         left_edge=MASKS[kind].KV_LEFT_EDGE,
         past_end=kind == "full" or problem.window[1] > 0,
-        linear_bias=problem.alibi and kind != "full" and problem.window[1] == 0,
+        linear_bias=linear_bias(problem),
     )
+
+
+def linear_bias(problem: Problem) -> bool:
+    """Whether there is ALiBi, and no key right of the diagonal is seen."""
+    return problem.alibi and problem.mask_kind != "full" and problem.window[1] == 0
 
 
 #: Features that the Hopper kernels have; a new one goes to the plain kernels until it is here too.
