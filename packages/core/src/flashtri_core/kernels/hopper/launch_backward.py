@@ -53,7 +53,7 @@ class BackwardConfig:
     edge_lo: bool = False  # steps before the free middle may need the mask
     edge_hi: bool = False
     past_end: bool = True  # as in ForwardConfig
-    linear_bias: bool = False  # as in ForwardConfig
+    linear_bias: bool = True  # as in ForwardConfig
     descending: bool = False  # walk from the last block of rows to the first
 
 
@@ -239,7 +239,7 @@ def specialise(config: BackwardConfig, problem: Problem) -> BackwardConfig:
         edge_lo=mask.Q_LEFT_EDGE or ragged,
         edge_hi=mask.Q_RIGHT_EDGE,
         past_end=problem.mask_kind == "full" or problem.window[1] > 0,
-        linear_bias=launch_forward.linear_bias(problem),
+        linear_bias=config.linear_bias and launch_forward.linear_bias(problem),
         descending=config.ordered and problem.mask_kind != "full",
     )
 

@@ -52,7 +52,7 @@ class ForwardConfig:
     right_edge: bool = False  # more than one block at the end of the key range may need the mask
     left_edge: bool = False
     past_end: bool = True  # the mask shows keys at or past Nk to rows below Nq; a causal one does not
-    linear_bias: bool = False  # ALiBi where no key right of the diagonal is seen
+    linear_bias: bool = True  # behind the diagonal, take ALiBi for the linear function that it is there
 
     def __post_init__(self) -> None:
         if self.named_release and self.kv_stages > 2:  # forward.py numbers two barriers for K, two for V, of 16 in all
@@ -115,7 +115,7 @@ def specialise(config: ForwardConfig, problem: Problem) -> ForwardConfig:
         right_edge=kind != "full",
         left_edge=MASKS[kind].KV_LEFT_EDGE,
         past_end=kind == "full" or problem.window[1] > 0,
-        linear_bias=linear_bias(problem),
+        linear_bias=config.linear_bias and linear_bias(problem),
     )
 
 
