@@ -91,15 +91,18 @@ def flash_attn(
     _check_bools(FLAGS, return_lse, return_max_logits, validate)
     if (  # a call without optional tensors: has one like it been checked and run before?
         plain and alibi_slopes is learnable_sink is attn_bias is attn_mask is seqused_k is None
-        and not (q.is_nested or k.is_nested) and q.dim() == k.dim() == 4 and q.size(3) > 0
+        and not (q.is_nested or k.is_nested)
     ):  # fmt: skip
-        options = _options(
-            q.size(2), k.size(2), q.size(3), causal, softmax_scale, window_size, softcap, dropout_p, deterministic, impl
-        )
-        plan = ops.known(q, k, v, options, return_max_logits)
-        if plan is not None:
-            found = ops.attention(q, k, v, NO_EXTRAS, options, return_lse, return_max_logits, plan)
-            return _results(*found, return_lse, return_max_logits)
+        q_shape, k_shape = q.shape, k.shape  # asked for once: each size by itself takes as long
+        if len(q_shape) == len(k_shape) == 4 and q_shape[3] > 0:
+            options = _options(
+                q_shape[2], k_shape[2], q_shape[3], causal, softmax_scale, window_size, softcap, dropout_p,
+                deterministic, impl,
+            )  # fmt: skip
+            plan = ops.known(q, k, v, options, return_max_logits)
+            if plan is not None:
+                found = ops.attention(q, k, v, NO_EXTRAS, options, return_lse, return_max_logits, plan)
+                return _results(*found, return_lse, return_max_logits)
     shape = _check_tensors(q, k, v, 4)
     extras, options = _check_features(
         q, k, shape, causal, softmax_scale, window_size, softcap, alibi_slopes,

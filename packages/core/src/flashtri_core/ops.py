@@ -15,6 +15,7 @@ from torch.nn import Parameter
 
 from . import dispatch
 from .problem import NO_EXTRAS, Extras, describe
+from .target import maker
 
 _FEATURES = (
     "Tensor? alibi_slopes, Tensor? learnable_sink, Tensor? attn_bias, Tensor? attn_mask, Tensor? cu_seqlens_q, "
@@ -56,9 +57,11 @@ def _statistic(q: Tensor) -> Tensor:
     return q.new_empty(batch, heads, rows, dtype=dtype)
 
 
-#: Launchers by everything their compiled code depends on: a repeated call costs one look-up. Exact shapes are part of
+#: What fills the outputs of a call, and what makes each of them.
+Plan = tuple[Callable[..., Any], ...]
+#: By everything that compiled code and layouts depend on: a repeated call costs one look-up. Exact shapes are part of
 #: the key, so a workload of ever-new lengths starts over at the limit instead of growing.
-_plans: dict[tuple[Any, ...], Any] = {}
+_plans: dict[tuple[Any, ...], Plan] = {}
 _PLAN_LIMIT = 4096
 
 
@@ -104,7 +107,7 @@ def _layout(x: Tensor) -> tuple[Any, ...]:
     return x.shape, x.stride(), x.dtype, x.data_ptr() & 15 == 0, x.storage_offset() & 7 == 0
 
 
-def known(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...], return_max: bool) -> Callable[..., None] | None:
+def known(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...], return_max: bool) -> Plan | None:
     """The plan of a call without optional tensors, if one like it has run before, which has then been checked too."""
     try:
         return _plans.get(_forward_key(q, k, v, NO_EXTRAS, options, return_max))
@@ -112,7 +115,7 @@ def known(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...], return_max:
         return None
 
 
-def _remember(key: tuple[Any, ...], plan: Any) -> Any:
+def _remember(key: tuple[Any, ...], plan: Plan) -> Plan:
     if len(_plans) >= _PLAN_LIMIT:
         _plans.clear()
     _plans[key] = plan
@@ -125,25 +128,29 @@ def _is_elsewhere(x: Tensor) -> bool:
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: tuple[Any, ...], return_max: bool,
-    plan: Callable[..., None] | None = None,
+    q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: tuple[Any, ...], return_max: bool, plan: Plan | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """(out, lse, row_max), row_max None where it is not asked for; ``options`` are the schema's after the tensors."""
     if _is_elsewhere(q):
         with torch.cuda.device(q.device):
             return _forward(q, k, v, extras, options, return_max, plan)
-    out, lse = like_layout(q, v.shape[-1]), _statistic(q)
-    row_max = _statistic(q) if return_max else None
-    if plan is None and (q.numel() or out.numel()):
-        key = _forward_key(q, k, v, extras, options, return_max)
-        plan = _plans.get(key)
-        if plan is None:
-            *numbers, _deterministic, impl = options
-            problem = describe(q, k, v, extras, *numbers)
-            plan = _remember(key, dispatch.forward_plan(problem, impl, q, k, v, extras, out, lse))
-    if plan is not None:
-        plan(q, k, v, extras, out, lse, row_max)
+    fill, new_out, new_lse = plan or _forward_plan(q, k, v, extras, options, return_max)
+    out, lse, row_max = new_out(), new_lse(), new_lse() if return_max else None
+    fill(q, k, v, extras, out, lse, row_max)
     return out, lse, row_max
+
+
+def _forward_plan(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: tuple[Any, ...], return_max: bool) -> Plan:
+    key = _forward_key(q, k, v, extras, options, return_max)
+    plan = _plans.get(key)
+    if plan is not None:
+        return plan
+    out, lse = like_layout(q, v.shape[-1]), _statistic(q)
+    if not (q.numel() or out.numel()):
+        return lambda *tensors: None, maker(out), maker(lse)
+    *numbers, _deterministic, impl = options
+    problem = describe(q, k, v, extras, *numbers)
+    return _remember(key, (dispatch.forward_plan(problem, impl, q, k, v, extras, out, lse), maker(out), maker(lse)))
 
 
 def _backward(
@@ -154,23 +161,35 @@ def _backward(
     if _is_elsewhere(q):
         with torch.cuda.device(q.device):
             return _backward(do, dlse, q, k, v, out, lse, extras, options, need)
-    dq, dk, dv, dsink, dbias = grads = _grad_buffers(q, k, v, extras, *need)
     if do.stride(-1) != 1 and do.shape[-1] != 1:
         do = do.contiguous()  # e.g. the stride-0 gradient of sum()
-    if q.numel() or k.numel():
-        key = _backward_key(do, dlse, q, k, v, out, lse, extras, options, need)
-        plan = _plans.get(key)
-        if plan is None:
-            *numbers, deterministic, impl = options
-            problem = describe(q, k, v, extras, *numbers)
-            args = (do, dlse, q, k, v, out, lse, extras, dq, dk, dv, dbias)
-            plan = _remember(key, dispatch.backward_plan(problem, impl, deterministic, *args))
-        plan(do, dlse, q, k, v, out, lse, extras, dq, dk, dv, dsink, dbias)
-    else:  # no row that a sink or a bias could have touched
-        for grad in (dsink, dbias):
-            if grad is not None:
-                grad.zero_()
+    inputs = (do, dlse, q, k, v, out, lse, extras)
+    key = _backward_key(*inputs, options, need)
+    fill, new_dq, new_dk, new_dv, new_dsink, new_dbias = _plans.get(key) or _backward_plan(key, *inputs, options, need)
+    grads = new_dq(), new_dk(), new_dv(), new_dsink(), new_dbias()
+    fill(*inputs, *grads)
     return grads
+
+
+def _backward_plan(
+    key: tuple[Any, ...], do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    extras: Extras, options: tuple[Any, ...], need: tuple[bool, ...],
+) -> Plan:  # fmt: skip
+    dq, dk, dv, dsink, dbias = grads = _grad_buffers(q, k, v, extras, *need)
+    makers = [type(None) if x is None else maker(x) for x in grads]
+    if not (q.numel() or k.numel()):
+        return _fill_zeros, *makers
+    *numbers, deterministic, impl = options
+    problem = describe(q, k, v, extras, *numbers)
+    inputs = (do, dlse, q, k, v, out, lse, extras)
+    return _remember(key, (dispatch.backward_plan(problem, impl, deterministic, *inputs, dq, dk, dv, dbias), *makers))
+
+
+def _fill_zeros(*tensors: Any) -> None:
+    """The backward without a row that a sink or a bias could have touched."""
+    for grad in tensors[-2:]:
+        if grad is not None:
+            grad.zero_()
 
 
 def _fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -265,20 +284,23 @@ def _fwd_backward(ctx: Any, do: Tensor | None, dlse: Tensor | None, _row_max: Te
 class _Eager(torch.autograd.Function):
     """The same without the dispatcher, which costs more than a small attention itself.
 
-    Every argument and every output costs time as well: what has no gradient is packed, and LSE is an output on demand.
+    Every argument and every output costs time as well: what has no gradient is packed, and O comes alone where nothing
+    else is asked for.
     """
 
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, _sink: Tensor | None, _bias: Tensor | None, rest: tuple[Any, ...]
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    ) -> Any:
         extras, options, return_lse, return_max, plan = rest
         out, lse, row_max = output = _forward(q, k, v, extras, options, return_max, plan)
         _save(ctx, q, k, v, extras, options, output)
-        return out, lse if return_lse else None, row_max
+        return (out, lse if return_lse else None, row_max) if return_lse or return_max else out
 
     @staticmethod
-    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None, _row_max: Tensor | None) -> tuple[Any, ...]:
+    def backward(
+        ctx: Any, do: Tensor | None, dlse: Tensor | None = None, _row_max: Tensor | None = None
+    ) -> tuple[Any, ...]:
         # create_graph=True: a second derivative would be asked of these gradients
         bwd = _by_operator if torch.is_grad_enabled() else _backward
         need = ctx.needs_input_grad[:5]
@@ -314,7 +336,7 @@ def looked_into(*tensors: Tensor) -> bool:
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: tuple[Any, ...], return_lse: bool, return_max: bool,
-    plan: Callable[..., None] | None = None,
+    plan: Plan | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """(out, lse, row_max), None or anything for what is not asked for; ``options`` are the operators' after the tensors.
 
@@ -328,7 +350,8 @@ def attention(
         q.requires_grad or k.requires_grad or v.requires_grad
         or (sink is not None and sink.requires_grad) or (bias is not None and bias.requires_grad)
     ):  # fmt: skip
-        return _eager(q, k, v, sink, bias, (extras, options, return_lse, return_max, plan))  # type: ignore[no-any-return]
+        found = _eager(q, k, v, sink, bias, (extras, options, return_lse, return_max, plan))
+        return found if return_lse or return_max else (found, None, None)
     return _forward(q, k, v, extras, options, return_max, plan)
 
 

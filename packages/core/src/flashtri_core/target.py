@@ -1,11 +1,14 @@
-"""The only file that asks which device this is, how much shared memory it has, and whether Triton is interpreted."""
+"""The only file that asks which device this is, what memory it has, and whether Triton is interpreted."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from ._jit import HAS_TRITON, INTERPRETED, triton_version
 
@@ -67,4 +70,14 @@ def triton_ready(device: torch.device, dtype: torch.dtype) -> str:
     return ""
 
 
-__all__ = ["INTERPRETER", "SHARED_MEMORY", "Target", "target_of", "triton_ready", "triton_version"]
+def maker(x: Tensor) -> Callable[[], Tensor]:
+    """A function that makes uninitialised tensors of x's layout, on the current device if x is on a GPU.
+
+    It asks the allocator as compiled code does, past the dispatcher, in half the time of ``torch.empty_like``.
+    """
+    guards: Any = torch._C._dynamo.guards
+    empty = guards._empty_strided_cuda if x.is_cuda else guards._empty_strided_cpu
+    return partial(empty, tuple(x.shape), x.stride(), x.dtype)
+
+
+__all__ = ["INTERPRETER", "SHARED_MEMORY", "Target", "maker", "target_of", "triton_ready", "triton_version"]

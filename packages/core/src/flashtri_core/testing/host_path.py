@@ -193,6 +193,8 @@ def pretend_sm90() -> Iterator[None]:
 @contextmanager
 def same_memory() -> Iterator[Callable[[], None]]:
     """Inside, the n-th new tensor is the same one after each call of the function that this yields."""
+    from .. import ops
+
     pool: list[torch.Tensor] = []
     used = 0
 
@@ -215,6 +217,8 @@ def same_memory() -> Iterator[Callable[[], None]]:
             (torch.Tensor, "new_empty"), (torch, "empty_like"),
         ):  # fmt: skip
             stack.enter_context(mock.patch.object(owner, name, pooled(getattr(owner, name))))
+        plans = {key: (fill, *map(pooled, makers)) for key, (fill, *makers) in ops._plans.items()}
+        stack.enter_context(mock.patch.object(ops, "_plans", plans))
         yield again
 
 
