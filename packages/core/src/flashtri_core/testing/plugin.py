@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from .. import ops
 from .._jit import HAS_TRITON, INTERPRETED
 from ..target import SHARED_MEMORY, Target
 from . import aot, budget, cases
@@ -169,6 +170,10 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", nan(torch.empty))
     monkeypatch.setattr(torch, "empty_like", nan(torch.empty_like))
     monkeypatch.setattr(torch.Tensor, "new_empty", nan(torch.Tensor.new_empty))
+    guards: Any = torch._C._dynamo.guards
+    for name in ("_empty_strided_cpu", "_empty_strided_cuda"):  # target.maker's
+        monkeypatch.setattr(guards, name, nan(getattr(guards, name)))
+    monkeypatch.setattr(ops, "_plans", {})  # which hold makers
 
 
 @pytest.fixture
