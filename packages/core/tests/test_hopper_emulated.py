@@ -177,7 +177,10 @@ def test_warpgroups_without_rows(options, causal, monkeypatch, poisoned):
         check(Case("ends", lengths=lengths, d=64, causal=causal, tail=(3, 5)), HALF, backward=False, seed=seed)
 
 
-@pytest.mark.parametrize("options", [dict(early_dv=True), dict(q_stages=3), dict(do_stages=3)], ids=str)
+@pytest.mark.parametrize("options", [
+    dict(early_dv=True), dict(q_stages=3), dict(do_stages=3), dict(early_statistics=False), dict(early_statistics=True),
+    dict(dk_last=False), dict(dk_last=True),
+], ids=str)  # fmt: skip
 @pytest.mark.parametrize("d", [64, 128])
 def test_backward_schedules(d, options, monkeypatch, poisoned):
     use(launch_backward, options, monkeypatch)
@@ -215,15 +218,6 @@ LATE = [
     Case("window", nq=150, nk=300, window=(30, 20), softcap=5.0), Case("used", nq=100, nk=150, batch=2, used=(100, 0)),
     Case("packed", lengths=((1, 5), (128, 128), (150, 130), (0, 3), (77, 0)), causal=True, tail=(3, 5)),
 ]  # fmt: skip
-
-
-@pytest.mark.parametrize("d", [64, 128])
-@pytest.mark.parametrize("case", LATE, ids=lambda case: case.name)
-def test_late_dq(case, d, monkeypatch, poisoned):
-    late = {"dq": True, "late_dq": True, "block_m": 8192 // d}  # a softcap is split at D = 64 as shipped
-    use(launch_backward, late, monkeypatch)
-    for seed in range(2):
-        check(dataclasses.replace(case, d=d), BFLOAT, deterministic=(False,), seed=seed)
 
 
 @pytest.mark.parametrize("d", [64, 128])
@@ -601,26 +595,19 @@ FAULTS = {
         "dq",
         {"group_split": 2},
     ),
-    "late dQ of half a dS": (
+    "dK used before its wait": (
         "backward.step",
-        "mbarrier.wait(bars.ds_full.index(buffer ^ 1), ((count + 1) // 2 - 1) & 1)",
-        "pass",
-        "dq|fence|reads",
-        {"late_dq": True},
+        "dk = warpgroup_mma_wait(0, deps=(dk,))\n        mbarrier.arrive(bars.q_empty",
+        "mbarrier.arrive(bars.q_empty",
+        "while a wgmma or a TMA store reads|read before",
+        {"dk_last": True},
     ),
-    "late dQ to this step's rows": (
+    "LSE of another step": (
         "backward.step",
-        "DQ_ACC, before * 2",
-        "DQ_ACC, block * 2",
-        "dq",
-        {"late_dq": True},
-    ),
-    "the last late dQ lost": (
-        "backward.consumer",
-        "count > 0:\n                buffer",
-        "count < 0:\n                buffer",
-        "dq",
-        {"late_dq": True},
+        "if C.early_statistics:\n        lse_log2 = tiles.lse.index(q_stage)",
+        "if C.early_statistics:\n        lse_log2 = tiles.lse.index(q_stage ^ 1)",
+        "TMA load fills|dv",
+        {"early_statistics": True},
     ),
     "dQ to the wrong half": ("backward.step", "DQ_ACC, block * 2 + WG,", "DQ_ACC, block * 2 + 1 - WG,", "dq"),
     "the accumulator not zeroed": ("backward_ends.attn_bwd_before_kernel", "tl.store(zeros,", "(zeros,", "dq"),

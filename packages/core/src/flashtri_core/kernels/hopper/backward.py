@@ -43,7 +43,7 @@ Barriers (``full``: the bytes are there; ``empty``: all readers are done)::
                        q_empty[s]  <-- dK is in registers -----------
     next tile: wait kv_empty           k[w], v[w]       <------------ dK, dV leave through them
 
-With ``C.late_dq`` a step's dQ is issued behind the next step's S^T, under whose exp2 it runs and is added to memory.
+With ``C.dk_last`` dK is issued when dQ is there: the additions, whose registers dP^T needs next, leave beneath it.
 ``ds`` has two buffers and no ``empty`` barrier: a warpgroup that writes buffer b again has waited, one step before, for
 both warpgroups to fill the other buffer, and each of them did that after its last read of b. K's rows are read by both
 warpgroups (dQ), so ``k_done`` counts both in before dK leaves through K's buffer; V's rows are private.
@@ -84,7 +84,7 @@ RED_V4_OPERANDS = gl.constexpr(",".join(["=r"] * 8 + ["f"] * 32 + ["l"] * 32))
 
 STORE_V4 = gl.constexpr(RED_V4.value.replace("red.relaxed.gpu.global.add", "st.relaxed.gpu.global"))
 
-# The same where the first writer stores (FIRST) or only one adds (IF): $72-$103 say 32 times whether this is it.
+# The same where the first writer stores: $72-$103 say 32 times whether this is it.
 _FIRST = "".join(
     f"@p st.relaxed.gpu.global.v4.f32 [$40+{2048 * i}], {{${8 + 4 * i},${9 + 4 * i},${10 + 4 * i},${11 + 4 * i}}};\n"
     f"@!p red.relaxed.gpu.global.add.v4.f32 [$40+{2048 * i}], {{${8 + 4 * i},${9 + 4 * i},${10 + 4 * i},${11 + 4 * i}}};\n"
@@ -93,10 +93,6 @@ _FIRST = "".join(
 FIRST_V4 = gl.constexpr(
     "{\n.reg .pred p;\nsetp.ne.s32 p, $72, 0;\n" + _FIRST + "".join(f"mov.u32 ${i}, 0;\n" for i in range(8)) + "}"
 )
-IF_V4 = gl.constexpr(
-    "{\n.reg .pred p;\nsetp.eq.s32 p, $72, 0;\n@p bra DONE;\n" + _RED + "DONE: "
-    + "".join(f"mov.u32 ${i}, 0;\n" for i in range(8)) + "}"
-)  # fmt: skip
 FIRST_V4_OPERANDS = gl.constexpr(",".join(["=r"] * 8 + ["f"] * 32 + ["l"] * 32 + ["r"] * 32))
 
 # And back: $0-$31 what the thread's eight pieces hold, $32-$63 its address.
@@ -394,12 +390,12 @@ def dq_address(DQ_ACC, chunk, COLS: gl.constexpr, DQ_LAYOUT: gl.constexpr):
 
 @gluon.jit
 def add_dq(dq, DQ_ACC, chunk, yes, COLS: gl.constexpr, DQ_LAYOUT: gl.constexpr, C: gl.constexpr):
-    """Add a [64, COLS] tile to the accumulator; with ``C.late_dq`` if ``yes``; with ``C.whole_head``, if so, put it there."""
+    """Add a [64, COLS] tile to the accumulator; with ``C.whole_head``, if ``yes``, put it there."""
     address = dq_address(DQ_ACC, chunk, COLS, DQ_LAYOUT)
-    if C.whole_head or C.late_dq:
+    if C.whole_head:
         yes = gl.full([HALF, COLS], 0, gl.int32, DQ_LAYOUT) + yes.to(gl.int32)
         gl.inline_asm_elementwise(
-            FIRST_V4 if C.whole_head else IF_V4, FIRST_V4_OPERANDS, [dq, address, yes], dtype=gl.int8, is_pure=False, pack=32
+            FIRST_V4, FIRST_V4_OPERANDS, [dq, address, yes], dtype=gl.int8, is_pure=False, pack=32
         )
     else:
         gl.inline_asm_elementwise(RED_V4, RED_V4_OPERANDS, [dq, address], dtype=gl.int8, is_pure=False, pack=32)
@@ -507,9 +503,10 @@ def step(
     """BLOCK_M query rows of a head: dK, dV of this warpgroup's keys, and this warpgroup's half of the rows' dQ.
 
     Blocks from ``seen`` on have met an earlier key tile of this thread block; ``before`` is the last step's block, -1 if
-    there was none. With ``C.late_dq`` a step's dQ, or with ``C.late_dk`` its dK += dS^T Q, is issued in the next step, under
-    whose exp2 it runs; dS^T waits in shared memory. With ``C.ordered`` block ``before`` is handed on, always before this one
-    is waited for.
+    there was none. With ``C.late_dk`` a step's dK += dS^T Q is issued in the next step, under whose exp2 it runs; dS^T waits in
+    shared memory. With ``C.early_statistics`` LSE and delta are in registers before the products that they are needed after:
+    beside a wgmma, loads from shared memory take hundreds of clocks. With ``C.ordered`` block ``before`` is handed on, always
+    before this one is waited for.
     """
     BLOCK_M: gl.constexpr = C.block_m
     h, m, block = place_of(at, h, block0, t, sizes, C)
@@ -529,22 +526,20 @@ def step(
         clear_foreign_queries(tiles, bars, q_stage, do_stage, do_phase, t.Nq - m * BLOCK_M, WG, C)
     blank = gl.zeros([HALF, BLOCK_M], gl.float32, S_LAYOUT)
     s = warpgroup_mma(k, q.permute((1, 0)), blank, use_acc=False, is_async=True)
-    if not C.late_dq:
-        mbarrier.wait(bars.do_full.index(do_stage), do_phase)
-        dp = warpgroup_mma(v, do.permute((1, 0)), blank, use_acc=False, is_async=True)
+    if C.early_statistics:
+        lse_log2 = tiles.lse.index(q_stage).load(gl.SliceLayout(0, S_LAYOUT))
+    mbarrier.wait(bars.do_full.index(do_stage), do_phase)
+    dp = warpgroup_mma(v, do.permute((1, 0)), blank, use_acc=False, is_async=True)
 
-    if C.late_dq:
-        mbarrier.wait(bars.ds_full.index(buffer ^ 1), ((count + 1) // 2 - 1) & 1)  # at once in the first step
-        dq = issue_dq(tiles, buffer ^ 1, zero, WG, DQ_LAYOUT, C)
-        s = warpgroup_mma_wait(1, deps=(s,))
-    elif C.late_dk:
+    if C.late_dk:
         q_last, _phase = ring(gl.maximum(count - 1, 0), C.q_stages)  # in the first step dS^T is zero, and any Q will do
         q_before = tiles.q.index(q_last).reshape([BLOCK_M, C.d])
         dk = warpgroup_mma(tiles.ds.index((buffer ^ 1) * 2 + WG), q_before, dk, is_async=True)
         s = warpgroup_mma_wait(2, deps=(s,))
     else:
         s = warpgroup_mma_wait(1, deps=(s,))
-    lse_log2 = tiles.lse.index(q_stage).load(gl.SliceLayout(0, S_LAYOUT))
+    if not C.early_statistics:
+        lse_log2 = tiles.lse.index(q_stage).load(gl.SliceLayout(0, S_LAYOUT))
     i = (m * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, S_LAYOUT)))[None, :]
     j = (t.start_n + WG * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, S_LAYOUT)))[:, None]
     raw = variant.score(s, args.score)
@@ -559,11 +554,8 @@ def step(
         p = select(p, a, b, width, OR_ZERO)
         if C.ragged_keys and C.past_end:
             p = select(p, t.Nk - 1, j, ANY, OR_ZERO)
-    if C.late_dq:
-        mbarrier.wait(bars.do_full.index(do_stage), do_phase)
-        dq = warpgroup_mma_wait(0, deps=(dq,))
-        dp = warpgroup_mma(v, do.permute((1, 0)), blank, use_acc=False, is_async=True)
-        add_dq(dq, DQ_ACC, before * 2 + WG, before >= 0, HALF, DQ_LAYOUT, C)
+    if C.early_statistics:
+        delta = tiles.delta.index(do_stage).load(gl.SliceLayout(0, S_LAYOUT))
     p16 = gl.convert_layout(p.to(dtype), P_LAYOUT)
     p = variant.score_grad(p, raw, args.score)  # linear in its first argument: applied here, no raw score stays alive
     if C.early_dv:
@@ -573,7 +565,8 @@ def step(
         mbarrier.wait(bars.do_full.index(do_stage), do_phase)
     BEHIND: gl.constexpr = (1 if C.early_dv else 0) + (1 if C.late_dk else 0)  # products that stay in flight
     dp = warpgroup_mma_wait(BEHIND, deps=(dp,))
-    delta = tiles.delta.index(do_stage).load(gl.SliceLayout(0, S_LAYOUT))
+    if not C.early_statistics:
+        delta = tiles.delta.index(do_stage).load(gl.SliceLayout(0, S_LAYOUT))
     ds = (p * (dp - delta[None, :])).to(dtype)
     if C.dq or C.late_dk:
         tiles.ds.index(buffer * 2 + WG).store(ds)
@@ -583,21 +576,24 @@ def step(
         mbarrier.arrive(bars.ds_full.index(buffer), count=1)
     if not C.early_dv:
         dv = warpgroup_mma(p16, do, dv, is_async=True)
-    if C.dq and not C.late_dq:
+    if C.dq:
         if C.ordered:
             early = read_semaphore(DQ_SEMAPHORE, block, WG)
         mbarrier.wait(bars.ds_full.index(buffer), ds_phase)
         dq = issue_dq(tiles, buffer, zero, WG, DQ_LAYOUT, C)
-        dk = warpgroup_mma(ds16, q, dk, is_async=True)
+        if not C.dk_last:
+            dk = warpgroup_mma(ds16, q, dk, is_async=True)
         if C.ordered:  # the additions are a step old, and the fence finds nothing to wait for
             pass_semaphore(DQ_SEMAPHORE, before, tile_n + 1, WG)
-        dv, dq = warpgroup_mma_wait(1, deps=(dv, dq))
+        dv, dq = warpgroup_mma_wait(0 if C.dk_last else 1, deps=(dv, dq))
         mbarrier.arrive(bars.do_empty.index(do_stage), count=1)
         # A branch again, on a barrier that cannot advance before this warpgroup does: the additions stay above the wait.
         mbarrier.wait(bars.ds_full.index(buffer), ds_phase)
         if C.ordered:
             await_semaphore(DQ_SEMAPHORE, block, gl.where(m < t.before_hi, tile_n, 0), early, WG)
         add_dq(dq, DQ_ACC, block * 2 + WG, m < seen, HALF, DQ_LAYOUT, C)
+        if C.dk_last:
+            dk = warpgroup_mma(ds16, q, dk, is_async=True)
     elif not C.late_dk:
         dk = warpgroup_mma(ds16, q, dk, is_async=True)
         dv = warpgroup_mma_wait(1, deps=(dv,))
@@ -714,12 +710,6 @@ def consumer(
                 last = tiles.ds.index(((count - 1) & 1) * 2 + WG)
                 dk = warpgroup_mma(last, tiles.q.index(stage).reshape([C.block_m, C.d]), dk, is_async=True)
                 dk = warpgroup_mma_wait(0, deps=(dk,))
-        if C.late_dq:
-            if count > 0:
-                buffer, phase = ring(count - 1, 2)
-                mbarrier.wait(bars.ds_full.index(buffer), phase)
-                dq = warpgroup_mma_wait(0, deps=(issue_dq(tiles, buffer, 0, WG, DQ_LAYOUT, C),))
-                add_dq(dq, DQ_ACC, before * 2 + WG, before >= 0, HALF, DQ_LAYOUT, C)
         zb = 0 if C.packed else t.z
         row = t.start_n + WG * HALF
         if C.group_split > 1:

@@ -11,7 +11,6 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..._jit import triton_version
 from ...problem import Extras, Problem
 from ...target import target_of
 from ...variants import MASKS, assemble, sink
@@ -34,7 +33,8 @@ class BackwardConfig:
     do_stages: int = 2
     early_dv: bool = False  # issue dV before dS is known: more overlap, more registers
     late_dk: bool = False  # a step's dK product runs under the next step's exp2; without dQ, which would need both
-    late_dq: bool = False  # a step's dQ product runs under the next step's exp2
+    dk_last: bool = False  # a step's dK product is issued when its dQ is there, whose additions leave beneath it
+    early_statistics: bool = False  # LSE and delta are read before the products that they are needed after: more registers
     dq: bool = True  # add dQ to the accumulator; False leaves it to the dQ kernel
     group_split: int = 1  # thread blocks that share the query heads of a key head; see group_split()
     l2_bytes: int = 0  # of the heads that run side by side under a mask, or ordered; 0: l2_bytes_of()
@@ -79,7 +79,6 @@ class DqConfig:
     linear_bias: bool = False  # as in ForwardConfig
 
 
-LATE_DQ_SPILLS = (3, 9)  # Triton from which a late dQ product keeps 276 to 508 bytes in local memory, 88 to 92 before
 SHARE_ROWS, SHARE_TASKS, SHARE_L2 = 1024, 4, 16 << 20  # of group_split(): by arithmetic, which NOTES_backward.md bears out
 
 
@@ -148,11 +147,9 @@ def fused_tiles(problem: Problem) -> BackwardConfig:
     if width(problem) == 64 and problem.softcap > 0:  # tanh's gradient does not fit beside 128 rows of P, dP and dQ
         return split_tiles(problem)
     if width(problem) == 64:
-        plain = set(problem.features) <= {"causal", "gqa", "sink"} and (triton_version() or LATE_DQ_SPILLS) < LATE_DQ_SPILLS
-        long = min(problem.seqlen_q, problem.seqlen_k) >= (4096 if problem.causal else 8192)
-        return BackwardConfig(block_m=128, late_dq=plain and long)
+        return BackwardConfig(block_m=128, dk_last=True)
     third_q = problem.mask_kind == "full" and problem.seqlen_q >= 2048
-    return BackwardConfig(q_stages=3 if third_q else 2)
+    return BackwardConfig(q_stages=3 if third_q else 2, early_statistics=problem.mask_kind == "causal" and not problem.varlen)
 
 
 def deterministic_tiles(problem: Problem) -> BackwardConfig:
@@ -170,7 +167,7 @@ def ordered_tiles(problem: Problem) -> BackwardConfig:
     The more heads side by side, the less a head's tiles, which begin together, wait for one another.
     """
     config = fused_tiles(problem)
-    return replace(config, ordered=config.dq, late_dq=False, l2_bytes=128 << 20)
+    return replace(config, ordered=config.dq, dk_last=False, l2_bytes=128 << 20)
 
 
 def split_tiles(problem: Problem) -> BackwardConfig:
@@ -184,7 +181,7 @@ def split_tiles(problem: Problem) -> BackwardConfig:
 
 def whole_head(problem: Problem) -> BackwardConfig:
     """One kernel for all three gradients, with a thread block per head; see :func:`whole_head_reason`."""
-    return replace(fused_tiles(problem), whole_head=True, late_dq=False)
+    return replace(fused_tiles(problem), whole_head=True, dk_last=False)
 
 
 def whole_head_reason(problem: Problem) -> str:
@@ -218,10 +215,10 @@ def specialise(config: BackwardConfig, problem: Problem) -> BackwardConfig:
         raise ValueError(f"block_m: with dQ, steps have {8192 // width(problem)} rows here, got {config.block_m}")
     if config.whole_head and not config.dq:
         raise ValueError("whole_head: only with dQ, which no other kernel computes then")
-    if config.late_dq and (config.whole_head or not config.dq or width(problem) > 128):
-        raise ValueError("late_dq: only in the kernel for all three gradients of heads up to 128, and not with whole_head")
-    if config.ordered and (not config.dq or config.whole_head or config.late_dq or width(problem) > 128):
-        raise ValueError("ordered: only with dQ and heads up to 128, and not with whole_head or late_dq")
+    if config.dk_last and (not config.dq or width(problem) > 128):
+        raise ValueError("dk_last: only in the kernel for all three gradients of heads up to 128")
+    if config.ordered and (not config.dq or config.whole_head or config.dk_last or width(problem) > 128):
+        raise ValueError("ordered: only with dQ and heads up to 128, and not with whole_head or dk_last")
     if config.late_dk and config.dq:
         raise ValueError("late_dk: only without dQ, whose product needs the same dS")
     mask = MASKS[problem.mask_kind]
