@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from flashtri_core import flash_attn, flash_attn_varlen
-from flashtri_core._jit import triton_version
 from flashtri_core.problem import Extras
 from flashtri_core.reference import eager_attention
 from flashtri_core.testing import aot
@@ -227,8 +226,8 @@ def test_additions_leave_beneath_the_last_product(sm90):
     main = list(compiled(problem(*tensors), Extras(), tensors, False))[1]
     for loop in aot.main_loops(main.sass):
         where = [n for n, line in enumerate(loop) if "REDG" in line]
-        assert where and any("HGMMA" in line for line in loop[where[-1]:])
-        assert not any("DEPBAR" in line for line in loop[where[0]:where[-1]])
+        assert where and any("HGMMA" in line for line in loop[where[-1] :])
+        assert not any("DEPBAR" in line for line in loop[where[0] : where[-1]])
 
 
 WIDE = {
