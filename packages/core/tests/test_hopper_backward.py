@@ -212,6 +212,10 @@ def test_shipped_tiles_compile_well(sm90, d, causal, deterministic):
     for kernel in compiled(problem(*tensors, causal=causal), Extras(), tensors, deterministic):
         assert_good(kernel, most=most, inside=inside)
         names.append(kernel.name)
+        if kernel.name == "attn_bwd_dq_hopper":
+            assert not any(
+                "PRMT" in text for loop in aot.main_loops(kernel.sass) for text in loop
+            )  # see common.in_16_bits
         if kernel.name == "attn_bwd_hopper":
             assert ("REDG" in kernel.sass) is not deterministic  # no atomics when deterministic
             assert "UTMASTG" in kernel.sass

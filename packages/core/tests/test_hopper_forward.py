@@ -208,6 +208,7 @@ def test_shipped_tiles_compile(sm90, d, dv, mask):
     assert "UTMASTG" in kernel.sass
     if hopper.tiles(problem(*tensors, **kw)).named_release:
         assert max(delays(kernel.sass)) <= 16
+    assert not any("PRMT" in text for loop in aot.main_loops(kernel.sass) for text in loop)  # see common.in_16_bits
 
 
 FEATURES = {

@@ -31,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..schedule import dense_tile, packed_tile, span_of
 from .backward import CLEARED, HALF, first_block, ring, store_rows
-from .common import ANY, OR_ZERO, linear_exponents, named_barrier_wait, select, tma_load
+from .common import ANY, OR_ZERO, in_16_bits, left_operand, linear_exponents, named_barrier_wait, select, tma_load
 from .forward import barriers, clear_rows, key_blocks
 
 # A predicated no-op that reads every P. Without it ptxas sinks all exp2 below the wait for dP, where they overlap with
@@ -142,7 +142,7 @@ def ds_of(
     s, dp, count, block, row0, lse_log2, delta, z, h, Nq, Nk, unit_log2, variant, args, tiles, bars, BEHIND: gl.constexpr,
     MASK: gl.constexpr, S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
-    """dS [64, BLOCK_N] as dQ's left operand; ``BEHIND`` products may stay in flight behind S and dP."""
+    """dS [64, BLOCK_N] in 16 bits, dQ's left operand; ``BEHIND`` products may stay in flight behind S and dP."""
     k_stage, k_phase = ring(count, C.k_stages)
     v_stage, _phase = ring(count, C.v_stages)
     s = warpgroup_mma_wait(1 + BEHIND, deps=(s,))
@@ -168,7 +168,7 @@ def ds_of(
     ds = slope * (dp - delta[:, None])
     if MASK and (C.packed or C.used):
         ds = select(ds, Nk - 1, j, ANY, OR_ZERO)  # V of a foreign key may be NaN
-    return gl.convert_layout(ds.to(tiles.k.dtype), P_LAYOUT)
+    return in_16_bits(ds, tiles.k.dtype, P_LAYOUT, C.words)
 
 
 @gluon.jit
@@ -179,6 +179,7 @@ def step(
     """One key block: its dS, under the previous block's product with K."""
     before, _phase = ring(count - 1, C.k_stages)
     s, dp = issue_scores(count, tiles, bars, WG, S_LAYOUT, C)
+    ds = left_operand(ds, tiles.k.dtype, P_LAYOUT, C.words)
     dq = warpgroup_mma(ds, tiles.k.index(before).reshape([C.block_n, C.d]), dq, is_async=True)
     ds = ds_of(s, dp, count, block, row0, lse_log2, delta, z, h, Nq, Nk, unit_log2, variant, args, tiles, bars, 1, MASK,
                S_LAYOUT, P_LAYOUT, C)  # fmt: skip
@@ -233,6 +234,7 @@ def consumer(
                           WG, True, S_LAYOUT, P_LAYOUT, C)  # fmt: skip
             count += 1
     before, _phase = ring(count - 1, C.k_stages)
+    ds = left_operand(ds, tiles.k.dtype, P_LAYOUT, C.words)
     dq = warpgroup_mma(ds, tiles.k.index(before).reshape([C.block_n, C.d]), dq, is_async=True)
     dq = warpgroup_mma_wait(0, deps=(dq,)) * softmax_scale
     store_rows(dq, tiles.q.index(WG), dq_desc, DQ, stride_dq, 0 if C.packed else z, h, row0, q_row0, Nq, C.head_dim, 0, C.d, C)

@@ -73,6 +73,38 @@ def select(x, a, b, width, OTHERWISE: gl.constexpr):
     )
 
 
+BF16_WORD = gl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
+F16_WORD = gl.constexpr("cvt.rn.f16x2.f32 $0, $2, $1;")
+HALVES = gl.constexpr("mov.b32 {$0, $1}, $2;")
+
+
+@gluon.jit
+def in_16_bits(x, dtype: gl.constexpr, LAYOUT: gl.constexpr, WORDS: gl.constexpr):
+    """x [M, N] rounded, for :func:`left_operand` in a later step; with ``WORDS``, two neighbours in an int32 [M, N / 2].
+
+    Where one loop hands 16-bit numbers on to another, ptxas swaps the halves of every register at a step's end, and swaps them
+    back in front of the product that reads them.
+    """
+    if WORDS:
+        WORD: gl.constexpr = BF16_WORD if dtype == gl.bfloat16 else F16_WORD
+        low, high = gl.split(x.reshape([x.shape[0], x.shape[1] // 2, 2]))
+        x = gl.inline_asm_elementwise(WORD, "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1)
+    else:
+        x = gl.convert_layout(x.to(dtype), LAYOUT)
+    return x
+
+
+@gluon.jit
+def left_operand(x, dtype: gl.constexpr, LAYOUT: gl.constexpr, WORDS: gl.constexpr):
+    """What :func:`in_16_bits` gave, as the left operand of a product."""
+    if WORDS:
+        low, high = gl.inline_asm_elementwise(
+            HALVES, "=h,=h,r", [x], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
+        )
+        x = gl.convert_layout(gl.join(low, high).reshape([x.shape[0], 2 * x.shape[1]]).to(dtype, bitcast=True), LAYOUT)
+    return x
+
+
 @gluon.jit
 def linear_exponents(
     s, lse_log2, start_m, start_n, slope, Nq, Nk, unit_log2, variant, KEYS: gl.constexpr, S_LAYOUT: gl.constexpr

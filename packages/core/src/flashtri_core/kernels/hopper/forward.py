@@ -44,7 +44,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..schedule import dense_tile, packed_tile, span_of
 from ..softmax import LARGE_LOG2, LN2, LOG2E, LOWEST
-from .common import ANY, OR_MINUS_INFINITY, named_barrier_arrive, named_barrier_wait, select, tma_load, tma_store
+from .common import (
+    ANY,
+    OR_MINUS_INFINITY,
+    in_16_bits,
+    left_operand,
+    named_barrier_arrive,
+    named_barrier_wait,
+    select,
+    tma_load,
+    tma_store,
+)
 
 SLOT_FIELDS = gl.constexpr(8)  # start_m, z, h, first query row, first key row, Nq, Nk, and 1.0
 TURN = gl.constexpr(8)  # named barriers: TURN + w is warpgroup w's turn,
@@ -405,7 +415,7 @@ def step(
     take_turn(WG, C)
     zero = gl.zeros([row.shape[0], C.block_n], gl.float32, S_LAYOUT)
     s = dot_qk(tiles, q_stage, k_stage, zero, C)
-    acc = dot_pv(p16, tiles, v_stage, acc, C)
+    acc = dot_pv(left_operand(p16, tiles.q[0].dtype, P_LAYOUT, C.words), tiles, v_stage, acc, C)
     pass_turn(WG, C)
     s = wait_qk(s, C)
     release(bars.k_empty, RELEASE_K, k_stage, C)
@@ -423,7 +433,7 @@ def step(
     acc = wait_pv(acc, C)
     release(bars.v_empty, RELEASE_V, v_stage, C)
     alpha = alpha * one_after_release(turn, tiles, C)
-    p16 = gl.convert_layout(p.to(p16.dtype), P_LAYOUT)  # after the wait: before it, Triton 3.8's ptxas serialises wgmma
+    p16 = in_16_bits(p, tiles.q[0].dtype, P_LAYOUT, C.words)  # after the wait: before it, Triton 3.8's ptxas serialises wgmma
     return rescale(acc, alpha, C), p16, m_log2, l_i
 
 
@@ -662,7 +672,7 @@ def first_block(
     if SINK is not None:  # l = 1, shared by four threads; 0 for a sink of -inf, and NaN for NaN, which a maximum loses
         share = 0.25 * gl.exp2(sink_log2 - gl.maximum(sink_log2, LOWEST))
         l_i += scale_rows(gl.full([M, 4], 0.0, gl.float32, l_i.type.layout) + share, alpha)
-    p16 = gl.convert_layout(p.to(dtype), P_LAYOUT)
+    p16 = in_16_bits(p, dtype, P_LAYOUT, C.words)
     mbarrier.wait(bars.v_full.index(k_stage), k_phase)
     return p16, m_log2, l_i
 
@@ -725,7 +735,7 @@ def consumer(
                                           variant, args, tiles, bars, WG, True, S_LAYOUT, P_LAYOUT, C)  # fmt: skip
         count += last - first
         v_stage, _phase = stage_of(count - 1, C)
-        acc = wait_pv(dot_pv(p16, tiles, v_stage, acc, C), C)
+        acc = wait_pv(dot_pv(left_operand(p16, tiles.q[0].dtype, P_LAYOUT, C.words), tiles, v_stage, acc, C), C)
         release(bars.v_empty, RELEASE_V, v_stage, C)
         finish_tile(
             acc, m_log2, l_i, turn, last - first, O, stride_o, LSE, ROW_MAX, stride_lse, unit_log2, sizes, tiles, bars, WG, C

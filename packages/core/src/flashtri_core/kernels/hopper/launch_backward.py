@@ -77,6 +77,7 @@ class DqConfig:
     left_edge: bool = False
     past_end: bool = True  # as in ForwardConfig
     linear_bias: bool = False  # as in ForwardConfig
+    words: bool = False  # dS goes from step to step in 32-bit words
 
 
 SHARE_ROWS, SHARE_TASKS, SHARE_L2 = 1024, 4, 16 << 20  # of group_split(): by arithmetic, which NOTES_backward.md bears out
@@ -260,6 +261,7 @@ def specialise_dq(problem: Problem, block_stat: int) -> DqConfig:
         left_edge=MASKS[kind].KV_LEFT_EDGE,
         past_end=kind == "full" or problem.window[1] > 0,
         linear_bias=launch_forward.linear_bias(problem),
+        words=kind != "full",
     )
 
 

@@ -53,6 +53,7 @@ class ForwardConfig:
     left_edge: bool = False
     past_end: bool = True  # the mask shows keys at or past Nk to rows below Nq; a causal one does not
     linear_bias: bool = True  # behind the diagonal, take ALiBi for the linear function that it is there
+    words: bool = True  # where one loop hands P on to another, it goes from step to step in 32-bit words
 
     def __post_init__(self) -> None:
         if self.named_release and self.kv_stages > 2:  # forward.py numbers two barriers for K, two for V, of 16 in all
@@ -69,8 +70,11 @@ def columns(head_dim: int) -> tuple[int, int]:
 THREE_BLOCKS = ForwardConfig(block_m=64, block_n=64, warpgroups=1, kv_stages=3, turns=False, resident=3)  # D <= 64
 TWO_BLOCKS = ForwardConfig(block_m=64, block_n=64, warpgroups=1, turns=False, resident=2)  # D <= 128
 
-#: For D <= 64 and long rows of plain tiles: more warpgroups hide more of one another's latency, and share K and V.
-THREE_WARPGROUPS = ForwardConfig(block_m=192, warpgroups=3, kv_stages=3, consumer_regs=160, producer_regs=32)
+#: For D <= 64 and long rows of plain tiles: more warpgroups hide more of one another's latency, and share K and V. In words,
+#: P would spill.
+THREE_WARPGROUPS = ForwardConfig(
+    block_m=192, warpgroups=3, kv_stages=3, consumer_regs=160, producer_regs=32, words=False
+)
 
 
 def tiles(problem: Problem) -> ForwardConfig:
@@ -116,6 +120,7 @@ def specialise(config: ForwardConfig, problem: Problem) -> ForwardConfig:
         left_edge=MASKS[kind].KV_LEFT_EDGE,
         past_end=kind == "full" or problem.window[1] > 0,
         linear_bias=config.linear_bias and linear_bias(problem),
+        words=config.words and kind != "full",
     )
 
 

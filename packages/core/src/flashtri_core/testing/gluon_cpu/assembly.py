@@ -10,7 +10,7 @@ import numpy as np
 import triton.language as tl
 
 from .machine import Machine, NamedBarrier, Steps, pause
-from .values import EmulationError, Memory, Value
+from .values import EmulationError, Memory, Value, to_bits
 
 MEMORIES: list[Memory] = []  # of the launch's arguments: assembly has addresses only
 
@@ -21,6 +21,8 @@ _PREDICATE = re.compile(r"setp\.(ne|eq)\.s32 p, \$(\d+), 0")
 _SELECT = re.compile(
     r"\{ \.reg \.pred p; \.reg \.s32 x; sub\.s32 x, \$2, \$3; setp\.le\.u32 p, x, \$4; selp\.f32 \$0, \$1, 0f(\w{8}), p"
 )
+_WORD = re.compile(r"cvt\.rn\.(b?f16)x2\.f32 \$0, \$2, \$1")
+_HALVES = "mov.b32 {$0, $1}, $2"
 _READ = "ld.relaxed.gpu.global.b32 $0, [$1]"
 _AWAIT = (  # an early value in $3, then polling
     ".reg .pred p; .reg .b32 x; mov.b32 x, $3; bra.uni test_${:uid}; again_${:uid}: ld.acquire.gpu.global.b32 x, [$1]; "
@@ -59,6 +61,11 @@ def inline_asm_elementwise(
         a, b, width = (np.asarray(getattr(arg, "data", arg)) for arg in args[1:])
         otherwise = np.uint32(int(select[1], 16)).view(np.float32)
         return Value(np.where((a - b) % 2**32 <= width, x.data, otherwise), tl.float32)
+    if word := _WORD.fullmatch(text):
+        low, high = (to_bits(arg.data, tl.bfloat16 if word[1] == "bf16" else tl.float16) for arg in args)
+        return Value((low + (high.astype(np.uint32) << 16)).astype(np.uint32).view(np.int32).astype(np.int64), tl.int32)
+    if text == _HALVES:
+        return Value(x.data & 0xFFFF, tl.int16), Value(x.data >> 16 & 0xFFFF, tl.int16)
     lines, outputs = text.split("; "), constraints.count("=")
     inputs = [registers(np.broadcast_to(arg.data, x.shape)) for arg in args]
     results = np.zeros(inputs[0].shape, np.float32)

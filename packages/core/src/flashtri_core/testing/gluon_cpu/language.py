@@ -253,7 +253,7 @@ def _no_layout(*args: Any, **keywords: Any) -> None:
 
 _LANGUAGE: dict[str, Any] = {
     name: getattr(tl, name)
-    for name in ("constexpr", "int1", "int8", "int32", "int64", "float16", "bfloat16", "float32")
+    for name in ("constexpr", "int1", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32")
 }
 _LANGUAGE |= dict.fromkeys(("BlockedLayout", "SliceLayout", "NVMMADistributedLayout", "DotOperandLayout"), _no_layout)
 _LANGUAGE |= {
@@ -265,6 +265,8 @@ _LANGUAGE |= {
     "where": where, "arange": arange, "full": full, "zeros": lambda shape, dtype, layout=None: full(shape, 0, dtype),
     "load": values.load, "store": values.store, "atomic_add": values.atomic_add, "to_tensor": lift,
     "reshape": lambda x, *shape: x.reshape(*shape), "permute": lambda x, *order: x.permute(*order),
+    "join": lambda x, y: Value(np.stack([x.data, y.data], -1), x.dtype),
+    "split": lambda x: (Value(x.data[..., 0], x.dtype), Value(x.data[..., 1], x.dtype)),
     "convert_layout": lambda x, layout: Value(x.data, x.dtype), "multiple_of": lambda x, n: x,
     "program_id": lambda axis: Value(Machine.now().block.number if axis == 0 else 0, tl.int32),
     "num_programs": lambda axis: Value(machine().grid if axis == 0 else 1, tl.int32),

@@ -28,7 +28,7 @@ _STORAGE = {  # numpy type in memory; bfloat16 has none and is kept as bits
     torch.float16: (tl.float16, np.float16), torch.bfloat16: (tl.bfloat16, np.uint16),
     torch.float32: (tl.float32, np.float32), torch.int32: (tl.int32, np.int32), torch.int64: (tl.int64, np.int64),
 }  # fmt: skip
-_RANK = {tl.int1: 0, tl.int8: 1, tl.int32: 2, tl.int64: 3, tl.float16: 4, tl.bfloat16: 4, tl.float32: 5}
+_RANK = {tl.int1: 0, tl.int8: 1, tl.int16: 1, tl.int32: 2, tl.int64: 3, tl.float16: 4, tl.bfloat16: 4, tl.float32: 5}
 _ARRAY = {dtype: np.float32 if rank > 3 else np.int64 if rank else np.bool_ for dtype, rank in _RANK.items()}
 
 
@@ -57,6 +57,16 @@ def to_bf16_bits(x: Any) -> Any:
 def from_bf16_bits(x: Any) -> Any:
     """The 16 bits of bfloat16 -> float32."""
     return (np.ascontiguousarray(x).astype(np.uint32) << np.uint32(16)).view(np.float32).reshape(np.shape(x))
+
+
+def to_bits(x: Any, dtype: Any) -> Any:
+    """float32 -> the 16 bits of ``dtype``, a 16-bit float."""
+    return to_bf16_bits(x) if dtype is tl.bfloat16 else np.asarray(x, np.float16).view(np.uint16)
+
+
+def from_bits(x: Any, dtype: Any) -> Any:
+    """The reverse of :func:`to_bits`."""
+    return from_bf16_bits(x) if dtype is tl.bfloat16 else np.asarray(x, np.uint16).view(np.float16).astype(np.float32)
 
 
 def rounded(x: Any, dtype: Any) -> Any:
@@ -120,7 +130,9 @@ class Value:
     layout = None
 
     def to(self, dtype: Any, bitcast: bool = False) -> Value:
-        """Cast; floats become integers by truncation. ``bitcast`` is for float32 and int32: the same bits."""
+        """Cast; floats become integers by truncation. ``bitcast`` is for float32 and int32, and from int16: the same bits."""
+        if bitcast and self.dtype is tl.int16:
+            return Value(from_bits(self.data.astype(np.uint16), dtype), dtype)
         if bitcast:
             source, target = (np.float32, np.int32) if is_float(self.dtype) else (np.int32, np.float32)
             data = np.ascontiguousarray(self.data).astype(source).view(target)
