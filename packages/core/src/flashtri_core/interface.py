@@ -174,7 +174,8 @@ def flash_attn_varlen(
     _check_bools(FLAGS, return_lse, return_max_logits, validate)
     max_q, max_k = _check_max("max_seqlen_q", max_seqlen_q), _check_max("max_seqlen_k", max_seqlen_k)
     cu_q, starts_q = _check_cu("cu_seqlens_q", cu_seqlens_q, q, validate)
-    cu_k, starts_k = _check_cu("cu_seqlens_k", cu_seqlens_k, q, validate)
+    same = cu_seqlens_k is cu_seqlens_q  # in self-attention
+    cu_k, starts_k = (cu_q, starts_q) if same else _check_cu("cu_seqlens_k", cu_seqlens_k, q, validate)
     if cu_q.shape[0] != cu_k.shape[0]:
         raise ValueError(
             f"cu_seqlens_k must have as many entries as cu_seqlens_q ({cu_q.shape[0]}), got {cu_k.shape[0]}"
@@ -467,8 +468,9 @@ def _check_index(name: str, x: Any, q: Tensor, validate: bool) -> tuple[Tensor, 
         raise ValueError(f"{name} must be one-dimensional, got shape {tuple(x.shape)}")
     if x.device != q.device:
         raise ValueError(f"{name} must be on q's device {q.device}, got {x.device}")
-    read = validate or (x.device.type == "cpu" and not ops.looked_into(x))  # reading a CPU tensor waits for nothing
-    return x.to(torch.int32).contiguous(), x.tolist() if read else None
+    read = validate or (x.is_cpu and not ops.looked_into(x))  # reading a CPU tensor waits for nothing
+    as_int32 = x if x.dtype is torch.int32 and x.is_contiguous() else x.to(torch.int32).contiguous()
+    return as_int32, x.tolist() if read else None
 
 
 def _check_cu(name: str, cu: Any, q: Tensor, validate: bool) -> tuple[Tensor, list[int] | None]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._jit import INTERPRETED
 from ..problem import Extras, Problem
-from ..target import Target, target_of
+from ..target import Target, maker, target_of
 from ..tuning import Config, block_of, blocks_of, choose, head_group
 from ..variants import MASKS, assemble, attn_bias, attn_mask, sink
 from .backward import attn_bwd_dbias_kernel, attn_bwd_delta_kernel, attn_bwd_dkdv_kernel, attn_bwd_dq_kernel
@@ -158,9 +158,10 @@ class Delta:
         grid = -(-rows // DELTA_ROWS) * batch * problem.heads_q
         dims = (problem.head_dim_v, block_of(problem.head_dim_v), DELTA_ROWS)
         self.kernel = Launch(attn_bwd_delta_kernel, grid, dims, None, do.device)
+        self.new_memory = maker(lse)
 
     def __call__(self, do: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor) -> Tensor:
-        delta = torch.empty_like(lse)
+        delta = self.new_memory()
         self.kernel(out, do, dlse, delta, *self.tail)
         return delta
 

@@ -217,6 +217,10 @@ def same_memory() -> Iterator[Callable[[], None]]:
             (torch.Tensor, "new_empty"), (torch, "empty_like"),
         ):  # fmt: skip
             stack.enter_context(mock.patch.object(owner, name, pooled(getattr(owner, name))))
+        for fill, *_makers in ops._plans.values():
+            for part in {fill, getattr(fill, "delta", fill)}:
+                if hasattr(part, "new_memory"):
+                    stack.enter_context(mock.patch.object(part, "new_memory", pooled(part.new_memory)))
         plans = {key: (fill, *map(pooled, makers)) for key, (fill, *makers) in ops._plans.items()}
         stack.enter_context(mock.patch.object(ops, "_plans", plans))
         yield again

@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...problem import Extras, Problem
-from ...target import target_of
+from ...target import maker, target_of
 from ...variants import MASKS, assemble, sink
 from ..launch import Tail
 from . import launch_forward
@@ -547,6 +547,7 @@ class Backward:
             self.plan = plan(self.problem, self.deterministic, config, multiprocessors)
             self.behind = Tail(self.problem, device, dq, dk, dv, None, None)
             self.offsets = [4 * n for n in accumulate(self.plan.workspace, initial=0)]  # in bytes; the last is the end
+            self.new_memory = maker(lse.new_empty(self.offsets[-1] >> 2))  # one allocation, and addresses, no views of it
         if self.problem.varlen:
             self.behind(extras, dq, dk, dv, None, None)
         if self.plan.config.d > 128:
@@ -555,7 +556,7 @@ class Backward:
             do = do.clone(memory_format=torch.contiguous_format)  # contiguous() keeps a dense tensor at a bad address
         delta_rows = torch.empty_like(lse) if dsink is not None else None
         tensors = (do, dlse, q, k, v, out, lse, *extras, dq, dk, dv, delta_rows)
-        memory = lse.new_empty(self.offsets[-1] >> 2)  # one allocation, and addresses instead of views of it
+        memory = self.new_memory()
         if first:
             # Told apart even where one comes twice, as in flash_attn(x, x, x).
             tensors = (*(None if x is None else x.detach() for x in tensors), *workspace(self.plan, memory))
