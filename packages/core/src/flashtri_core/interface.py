@@ -277,7 +277,8 @@ def _cast(q: Any, k: Any, v: Any) -> tuple[Tensor, Tensor, Tensor]:
         kind = q.device.type
         if kind in ("cuda", "cpu") and torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
-            q, k, v = (x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
+            kept = dtype, torch.float64  # a cast to the same dtype takes time too
+            q, k, v = (x if x.dtype in kept or not x.is_floating_point() else x.to(dtype) for x in (q, k, v))
     return q, k, v
 
 
