@@ -19,8 +19,8 @@ on. Under a mask the walk over the rows descends. Causal tiles all begin with th
 before; ascending, a tile would begin at its diagonal, which the one before comes to later. And a walk takes all heads of a
 group for one block of rows before the next block: head by head, no tile could end much earlier than the longest.
 
-With ``C.converts`` that is the last tile's work: a warpgroup counts itself in when its additions to a head are done, and the last
-of as many as there are tiles converts its half of the head's dQ, which L2 still holds.
+With ``C.converts`` that is the last tile's work: a warpgroup counts itself in when its additions to a head are done, and the
+last of as many as there are tiles converts its half of the head's dQ, which L2 still holds.
 
 With ``C.whole_head`` one block walks over all key tiles of a head, from the last to the first. Then dQ has one writer: a row's
 first addition is a store, so nothing needs zeroing, the order is fixed, and the block itself converts dQ at the end. It takes
@@ -768,8 +768,8 @@ def attn_bwd_hopper(
     ``DK``, ``DV``: with ``C.packed`` the gradients; with ``C.group_split > 1`` the shares' fp32 ones (:func:`store_share`).
     ``lse_desc``, ``delta_desc``: fp32, blocks of BLOCK_M rows as :func:`first_block` numbers them, LSE in base 2 and +inf on
     rows that are not there. ``DQ_ACC``: fp32, BLOCK_M * D per block, zeros unless ``C.whole_head``, which fills ``DQ`` as
-    ``C.converts`` does. ``DQ_SEMAPHORE``: with ``C.ordered``, 8 int32 per block, with ``C.converts`` 2 counts per key head (share);
-    zeros.
+    ``C.converts`` does. ``DQ_SEMAPHORE``: with ``C.ordered``, 8 int32 per block, with ``C.converts`` 2 counts per key head (or
+    share); zeros.
     """
     dtype: gl.constexpr = q_desc.dtype
     PANEL: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)

@@ -153,7 +153,7 @@ def fused_tiles(problem: Problem) -> BackwardConfig:
     if width(problem) == 64:
         return BackwardConfig(block_m=128, dk_last=True, converts=converts)
     third_q = problem.mask_kind == "full" and problem.seqlen_q >= 2048
-    early = problem.mask_kind != "full" and not problem.varlen and problem.softcap == 0  # a softcap's gradient takes the registers
+    early = problem.mask_kind != "full" and not problem.varlen and problem.softcap == 0  # whose gradient takes the registers
     return BackwardConfig(q_stages=3 if third_q else 2, early_statistics=early, converts=converts)
 
 
@@ -235,7 +235,8 @@ def specialise(config: BackwardConfig, problem: Problem) -> BackwardConfig:
         d=width(problem),
         tail=_tail(problem.head_dim),
         v_tail=_tail(problem.head_dim_v),
-        head_dim=problem.head_dim if problem.varlen or config.whole_head or config.converts else 0,  # stores without TMA look at them
+        # stores without TMA look at them
+        head_dim=problem.head_dim if problem.varlen or config.whole_head or config.converts else 0,
         head_dim_v=problem.head_dim_v if problem.varlen else 0,
         packed=problem.varlen,
         used=problem.seqused,

@@ -1,8 +1,8 @@
 """Small calls of the Hopper kernels, for NVIDIA's compute-sanitizer, and a control.
 
-    compute-sanitizer --tool memcheck python -m flashtri_core.testing.sanitize
-    compute-sanitizer --tool racecheck python -m flashtri_core.testing.sanitize
-    compute-sanitizer --tool racecheck python -m flashtri_core.testing.sanitize --control
+    compute-sanitizer --tool memcheck python -m flashtri_core.kernels.hopper.sanitize
+    compute-sanitizer --tool racecheck python -m flashtri_core.kernels.hopper.sanitize
+    compute-sanitizer --tool racecheck python -m flashtri_core.kernels.hopper.sanitize --control
 
 racecheck follows ``bar.sync``, not mbarriers. It therefore reports what one warp leaves in shared memory for others behind an
 mbarrier (the forward's next tile: ``write_slot``, ``slot_field``), and the words by which Triton tells the warps of a
