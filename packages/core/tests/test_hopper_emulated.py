@@ -122,6 +122,20 @@ def test_alibi_over_64k_keys():
     torch.testing.assert_close(got["lse"].double(), right["lse"], rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.parametrize("slope", [-3.3e5, -1e9, -1e30])
+@pytest.mark.parametrize("d", [64, 128])
+def test_a_bias_too_large_for_a_multiply_add(d, slope):
+    """Exact, or NaN, as rows are whose scores are too large: not zero, as if they saw no key."""
+    given = cases.inputs(Case("large", nq=128, nk=600, d=d, causal=True, alibi="h"), HALF)
+    given.tensors["alibi_slopes"] = torch.tensor([slope, slope / 2])
+    right = cases.exact(given, torch.float64, False)
+    with gluon_cpu.emulate(0):
+        got = cases.run(given, "hopper", False)
+    lost = got["out"].isnan().any(-1)
+    assert torch.equal(lost, got["lse"].isnan())
+    torch.testing.assert_close(got["out"][~lost].double(), right["out"][~lost], rtol=2e-3, atol=2e-3)
+
+
 @pytest.mark.parametrize("d", [64, 128])
 def test_nan_is_not_lost(d):
     """A maximum drops NaN; the row that a NaN key or sink belongs to must not."""

@@ -446,7 +446,8 @@ def finish_tile(
     """Divide by the row sums, store LSE, and put O where Q was: no one reads this warpgroup's Q any more.
 
     A row whose maximum is past LARGE_LOG2 was exact in the first block alone, and in another unit: with more blocks it
-    becomes NaN. A row that saw no key has l = 0; it gives O = 0 and LSE = -inf.
+    becomes NaN. A row that saw no key has l = 0, as one far past LARGE_LOG2 may, but its maximum is still LOWEST; it gives
+    O = 0 and LSE = -inf.
 
     The scheduler sends O on by TMA, which drops rows past the tensor's end. In a packed tensor, rows past the sequence's end
     are the next one's: where there are some, this warpgroup stores the others itself, under a mask.
@@ -460,9 +461,10 @@ def finish_tile(
     l_row = gl.convert_layout(gl.sum(l_i, 1), m_log2.type.layout)
     large = gl.abs(m_log2) > LARGE_LOG2
     l_safe = gl.where(large & (blocks > 1), float("nan"), l_row)
-    l_safe = gl.where(l_row == 0.0, 1.0, l_safe)
+    unseen = (l_row == 0.0) & (m_log2 == LOWEST)
+    l_safe = gl.where(unseen, 1.0, l_safe)
     m = gl.where(large, m_log2 * (unit_log2 / power_of_two_from(unit_log2)), m_log2)
-    m = gl.where(l_row == 0.0, float("-inf"), gl.where(l_row == l_row, m, float("nan")))
+    m = gl.where(unseen, float("-inf"), gl.where(l_row == l_row, m, float("nan")))
     at = h.to(gl.int64) * stride_lse[1] + q_row0 + row
     if not C.packed:
         at += z.to(gl.int64) * stride_lse[0]
