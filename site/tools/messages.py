@@ -204,6 +204,11 @@ SECTIONS: dict[str, list[Mistake]] = {
             lambda: pack(zeros(2, 3), torch.tensor([4, 1])),
             "Lengths count tokens of a row.",
         ),
+        (
+            "`pack` on the meta device",
+            lambda: pack(zeros(2, 3, **META), zeros(2, dtype=torch.int64, **META)),
+            "Lengths are read to know the sizes. The same is said of `validate=True`.",
+        ),
         ("a fraction as `unpack`'s length", lambda: unpack(zeros(8), torch.tensor([0, 8]), 8.0), "N, a Python int."),
         ("`unpack` with offsets in fp32", lambda: unpack(zeros(8), zeros(2), 8), "Cast to int32."),
         (

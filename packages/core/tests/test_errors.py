@@ -326,6 +326,19 @@ def test_unpack_names_starts_that_are_none(starts):
         unpack(torch.zeros(9, 4), torch.tensor(starts, dtype=None if starts else torch.int32), 9)
 
 
+def test_meta_tensors_have_no_values_to_read():
+    q, cu = torch.zeros(2, 1, 6, 8, device=META), torch.zeros(3, dtype=torch.int32, device=META)
+    for call, name in (
+        (lambda: pack(torch.zeros(3, 4, device=META), cu), "lengths"),
+        (lambda: unpack(torch.zeros(9, 4, device=META), cu, 9), "cu_seqlens"),
+        (lambda: flash_attn(q, q, q, seqused_k=cu[1:], validate=True), "seqused_k"),
+        (lambda: flash_attn_varlen(q[0], q[0], q[0], cu, cu, 1, 1, validate=True), "cu_seqlens_q"),
+    ):
+        with pytest.raises(ValueError, match=f"^{name} must have values to read, got a meta tensor"):
+            call()
+    assert flash_attn(q, q, q, seqused_k=cu[1:]).is_meta  # without validate nothing is read
+
+
 def test_unpack_names_a_length_that_is_no_int():
     with pytest.raises(TypeError, match=r"^length must be an int, got float"):
         unpack(torch.zeros(9, 4), torch.tensor([0, 9]), 9.0)

@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 
 from . import dispatch, ops
 from .dispatch import IMPLS, Support
+from .packing import check_values
 from .problem import NO_EXTRAS, Extras, describe
 from .variants import alibi, attn_bias, dropout, sink, softcap, window
 
@@ -469,6 +470,8 @@ def _check_index(name: str, x: Any, q: Tensor, validate: bool) -> tuple[Tensor, 
         raise ValueError(f"{name} must be one-dimensional, got shape {tuple(x.shape)}")
     if x.device != q.device:
         raise ValueError(f"{name} must be on q's device {q.device}, got {x.device}")
+    if validate:
+        check_values(name, x)
     read = validate or (x.is_cpu and not ops.looked_into(x))  # reading a CPU tensor waits for nothing
     as_int32 = x if x.dtype is torch.int32 and x.is_contiguous() else x.to(torch.int32).contiguous()
     return as_int32, x.tolist() if read else None

@@ -28,7 +28,7 @@ def pack(padded: Tensor, lengths: Tensor) -> Packed:
 
     Raises:
         TypeError: an argument is not a tensor, or lengths are not integers.
-        ValueError: lengths of another shape, or outside 0 .. N.
+        ValueError: lengths of another shape, outside 0 .. N, or on the meta device.
 
     Example:
         >>> packed = pack(torch.arange(6.0).view(2, 3), torch.tensor([1, 3]))
@@ -42,6 +42,7 @@ def pack(padded: Tensor, lengths: Tensor) -> Packed:
         raise ValueError(f"lengths must have shape ({padded.shape[0]},), got {tuple(lengths.shape)}")
     if lengths.dtype.is_floating_point or lengths.dtype == torch.bool:
         raise TypeError(f"lengths must be an integer tensor, got {lengths.dtype}")
+    check_values("lengths", lengths)
     limit = padded.shape[1]
     values = lengths.tolist()
     if any(n < 0 or n > limit for n in values):
@@ -60,7 +61,8 @@ def unpack(values: Tensor, cu_seqlens: Tensor, length: int) -> Tensor:
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
-        ValueError: cu_seqlens is of another form or ends past ``values``, or a sequence is longer than ``length``.
+        ValueError: cu_seqlens is of another form, on the meta device, or ends past ``values``, or a sequence is longer than
+            ``length``.
     """
     _check_are_tensors(values=values, cu_seqlens=cu_seqlens)
     if isinstance(length, bool) or not isinstance(length, int):
@@ -69,6 +71,7 @@ def unpack(values: Tensor, cu_seqlens: Tensor, length: int) -> Tensor:
         raise TypeError(f"cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}")
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
         raise ValueError(f"cu_seqlens must have shape (B + 1,), got {tuple(cu_seqlens.shape)}")
+    check_values("cu_seqlens", cu_seqlens)
     lengths = cu_seqlens[1:] - cu_seqlens[:-1]
     sizes, start = lengths.tolist(), int(cu_seqlens[0])
     if start != 0 or any(n < 0 for n in sizes):
@@ -79,6 +82,12 @@ def unpack(values: Tensor, cu_seqlens: Tensor, length: int) -> Tensor:
         raise ValueError(f"cu_seqlens ends at {sum(sizes)}, values has {values.shape[0]} rows")
     padded = values.new_zeros(len(sizes), length, *values.shape[1:])
     return padded.masked_scatter(_wide(_present(lengths, length), padded), values[: sum(sizes)])
+
+
+def check_values(name: str, x: Tensor) -> None:
+    """Refuse a tensor whose values are to be read, and that has none."""
+    if x.is_meta:
+        raise ValueError(f"{name} must have values to read, got a meta tensor")
 
 
 def _check_are_tensors(**arguments: object) -> None:
