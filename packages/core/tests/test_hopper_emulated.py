@@ -624,8 +624,6 @@ FAULTS = {
         "TMA load fills|dv",
         {"early_statistics": True},
     ),
-    "dQ converted before the last tile has added": ("backward.last_to_come", "== sizes.blocks - 1", "== 0", "dq"),
-    "dQ converted by nobody": ("backward.last_to_come", "== sizes.blocks - 1", "== sizes.blocks", "dq"),
     "dQ to the wrong half": ("backward.step", "DQ_ACC, block * 2 + WG,", "DQ_ACC, block * 2 + 1 - WG,", "dq"),
     "the accumulator not zeroed": ("backward_ends.attn_bwd_before_kernel", "tl.store(zeros,", "(zeros,", "dq"),
     "delta without the gradient of LSE": ("backward_ends.attn_bwd_before_kernel", "delta -= ", "delta += ", "dq.*dk"),

@@ -19,9 +19,6 @@ on. Under a mask the walk over the rows descends. Causal tiles all begin with th
 before; ascending, a tile would begin at its diagonal, which the one before comes to later. And a walk takes all heads of a
 group for one block of rows before the next block: head by head, no tile could end much earlier than the longest.
 
-With ``C.converts`` that is the last tile's work: a warpgroup counts itself in when its additions to a head are done, and the
-last of as many as there are tiles converts its half of the head's dQ, which L2 still holds.
-
 With ``C.whole_head`` one block walks over all key tiles of a head, from the last to the first. Then dQ has one writer: a row's
 first addition is a store, so nothing needs zeroing, the order is fixed, and the block itself converts dQ at the end. It takes
 heads enough for every multiprocessor, and short ones: their dQ has to stay in L2.
@@ -73,7 +70,6 @@ _SharedMemory = gl.shared_memory_descriptor  # a method that lost its underscore
 reinterpret = _SharedMemory.reinterpret if hasattr(_SharedMemory, "reinterpret") else _SharedMemory._reinterpret
 
 CLEARED = gl.constexpr(8)  # named barrier: both warpgroups have cleared their share of foreign rows
-ADDED = gl.constexpr(9)  # and one for each warpgroup: its additions are done
 HALF = gl.constexpr(64)  # keys per warpgroup, and the side of a dQ half
 CHUNK_BYTES = gl.constexpr(64 * 64 * 4)  # one dQ half in the accumulator
 
@@ -460,7 +456,7 @@ def store_dq(x, DQ, stride, z, h, m, Nq, scale, WG: gl.constexpr, DQ_LAYOUT: gl.
 def convert_dq(
     DQ, stride, DQ_ACC, z, hk, sizes, scale, WG: gl.constexpr, DQ_LAYOUT: gl.constexpr, C: gl.constexpr
 ):  # fmt: skip
-    """This warpgroup's half of the fp32 accumulator -> dQ, for all heads of the group; each thread reads where it adds.
+    """fp32 accumulator -> dQ for all heads of the group. Each thread reads what it wrote: nobody waits for anybody.
 
     Four blocks at a time are on their way, because one would leave the memory idle; the last blocks may come twice.
     """
@@ -483,18 +479,6 @@ def convert_dq(
 def load_dq(DQ_ACC, block, WG: gl.constexpr, DQ_LAYOUT: gl.constexpr):
     address = dq_address(DQ_ACC, block * 2 + WG, HALF, DQ_LAYOUT)
     return gl.inline_asm_elementwise(LOAD_V4, LOAD_V4_OPERANDS, [address], dtype=gl.float32, is_pure=False, pack=32)
-
-
-@gluon.jit
-def last_to_come(COUNTS, t, sizes, WG: gl.constexpr):
-    """Whether all other tiles of this head (or group) have added their half of dQ; counts this one in."""
-    thread = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    gl.inline_asm_elementwise(
-        "fence.acq_rel.gpu; mov.b32 $0, $1;", "=r,r", [thread], dtype=gl.int32, is_pure=False, pack=1
-    )
-    named_barrier_wait(ADDED + WG, 128, 128)
-    before = gl.atomic_add(COUNTS + (t.z * sizes.heads + t.hk) * 2 + WG, 1.0)
-    return before == sizes.blocks - 1
 
 
 @gluon.jit
@@ -742,9 +726,6 @@ def consumer(
             store_rows(dk, tiles.k.index(WG), dk_desc, DK, stride_dk, zb, t.hk, row, t.k_row0, t.k_rows, C.head_dim, 0,
                        C.d, C)  # fmt: skip
             tma.store_wait(0)
-        if C.converts:
-            if last_to_come(DQ_SEMAPHORE, t, sizes, WG):
-                convert_dq(DQ, stride_dq, DQ_ACC, t.z, t.hk, sizes, softmax_scale, WG, DQ_LAYOUT, C)
         if C.whole_head:
             mbarrier.arrive(bars.kv_empty.index(0), count=1)
             seen = gl.minimum(seen, t.lo)
@@ -767,9 +748,8 @@ def attn_bwd_hopper(
 
     ``DK``, ``DV``: with ``C.packed`` the gradients; with ``C.group_split > 1`` the shares' fp32 ones (:func:`store_share`).
     ``lse_desc``, ``delta_desc``: fp32, blocks of BLOCK_M rows as :func:`first_block` numbers them, LSE in base 2 and +inf on
-    rows that are not there. ``DQ_ACC``: fp32, BLOCK_M * D per block, zeros unless ``C.whole_head``, which fills ``DQ`` as
-    ``C.converts`` does. ``DQ_SEMAPHORE``: with ``C.ordered``, 8 int32 per block, with ``C.converts`` 2 counts per key head (or
-    share); zeros.
+    rows that are not there. ``DQ_ACC``: fp32, BLOCK_M * D per block, zeros unless ``C.whole_head``, which alone fills ``DQ``.
+    ``DQ_SEMAPHORE``: with ``C.ordered``, 8 int32 per block, zeros.
     """
     dtype: gl.constexpr = q_desc.dtype
     PANEL: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)

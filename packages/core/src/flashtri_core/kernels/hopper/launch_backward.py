@@ -38,7 +38,6 @@ class BackwardConfig:
     dq: bool = True  # add dQ to the accumulator; False leaves it to the dQ kernel
     group_split: int = 1  # thread blocks that share the query heads of a key head; see group_split()
     l2_bytes: int = 0  # of the heads that run side by side under a mask, or ordered; 0: l2_bytes_of()
-    converts: bool = False  # a head's last key tile turns its dQ into 16 bits, instead of a pass of its own
     ordered: bool = False  # key tiles add to dQ in ascending order, which makes dQ deterministic
     whole_head: bool = False  # one thread block takes all key tiles of a head: no zeroing, a fixed order, no conversion pass
     consumer_regs: int = 240
@@ -81,7 +80,6 @@ class DqConfig:
     words: bool = False  # dS goes from step to step in 32-bit words
 
 
-CONVERTED = 4096  # rows of a head that its last key tile converts; more would keep the other multiprocessors waiting at the end
 SHARE_ROWS, SHARE_TASKS, SHARE_L2 = 1024, 4, 16 << 20  # of group_split(): by arithmetic, which NOTES_backward.md bears out
 
 
@@ -147,14 +145,13 @@ def fused_tiles(problem: Problem) -> BackwardConfig:
     """One kernel for all three gradients, whose dQ is added up in memory."""
     if width(problem) == 256:
         return BackwardConfig(block_n=64)
-    converts = not problem.varlen and problem.seqlen_q <= CONVERTED
     if width(problem) == 64 and problem.softcap > 0:  # tanh's gradient does not fit beside 128 rows of P, dP and dQ
         return split_tiles(problem)
     if width(problem) == 64:
-        return BackwardConfig(block_m=128, dk_last=True, converts=converts)
+        return BackwardConfig(block_m=128, dk_last=True)
     third_q = problem.mask_kind == "full" and problem.seqlen_q >= 2048
-    early = problem.mask_kind != "full" and not problem.varlen and problem.softcap == 0  # whose gradient takes the registers
-    return BackwardConfig(q_stages=3 if third_q else 2, early_statistics=early, converts=converts)
+    early = problem.mask_kind != "full" and not problem.varlen and problem.softcap == 0  # a softcap's gradient takes the registers
+    return BackwardConfig(q_stages=3 if third_q else 2, early_statistics=early)
 
 
 def deterministic_tiles(problem: Problem) -> BackwardConfig:
@@ -172,7 +169,7 @@ def ordered_tiles(problem: Problem) -> BackwardConfig:
     The more heads side by side, the less a head's tiles, which begin together, wait for one another.
     """
     config = fused_tiles(problem)
-    return replace(config, ordered=config.dq, dk_last=False, converts=False, l2_bytes=128 << 20)
+    return replace(config, ordered=config.dq, dk_last=False, l2_bytes=128 << 20)
 
 
 def split_tiles(problem: Problem) -> BackwardConfig:
@@ -186,7 +183,7 @@ def split_tiles(problem: Problem) -> BackwardConfig:
 
 def whole_head(problem: Problem) -> BackwardConfig:
     """One kernel for all three gradients, with a thread block per head; see :func:`whole_head_reason`."""
-    return replace(fused_tiles(problem), whole_head=True, dk_last=False, converts=False)
+    return replace(fused_tiles(problem), whole_head=True, dk_last=False)
 
 
 def whole_head_reason(problem: Problem) -> str:
@@ -224,8 +221,6 @@ def specialise(config: BackwardConfig, problem: Problem) -> BackwardConfig:
         raise ValueError("dk_last: only in the kernel for all three gradients of heads up to 128")
     if config.ordered and (not config.dq or config.whole_head or config.dk_last or width(problem) > 128):
         raise ValueError("ordered: only with dQ and heads up to 128, and not with whole_head or dk_last")
-    if config.converts and (not config.dq or config.whole_head or problem.varlen or width(problem) > 128):
-        raise ValueError("converts: only with dQ, dense, and heads up to 128, and not with whole_head, which always does")
     if config.late_dk and config.dq:
         raise ValueError("late_dk: only without dQ, whose product needs the same dS")
     mask = MASKS[problem.mask_kind]
@@ -235,8 +230,7 @@ def specialise(config: BackwardConfig, problem: Problem) -> BackwardConfig:
         d=width(problem),
         tail=_tail(problem.head_dim),
         v_tail=_tail(problem.head_dim_v),
-        # stores without TMA look at them
-        head_dim=problem.head_dim if problem.varlen or config.whole_head or config.converts else 0,
+        head_dim=problem.head_dim if problem.varlen or config.whole_head else 0,  # stores without TMA look at them
         head_dim_v=problem.head_dim_v if problem.varlen else 0,
         packed=problem.varlen,
         used=problem.seqused,
@@ -367,7 +361,7 @@ def plan(
     side = together(heads if problem.varlen else second, problem.seqlen_k)
     dq_sizes = (heads, group, problem.seqlen_q, problem.seqlen_k, blocks, second, side, q_blocks)
     stat, keys = stat_blocks * full.block_m, key_programs * 64 * full.group_split
-    semaphores = 8 * stat_blocks if full.ordered or full.converts else 0
+    semaphores = 8 * stat_blocks if full.ordered else 0
     workspace = stat, stat, stat * full.d if full.dq else 0, keys * full.d, keys * full.d, semaphores
     return Plan(
         full, Constants(full), dq_config, Constants(dq_config), q_blocks, stat_blocks, grid, sizes, share_blocks,
@@ -420,7 +414,7 @@ def after_arguments(
 ) -> tuple[Any, ...]:
     """Of :func:`.backward_ends.attn_bwd_after_kernel`."""
     acc, c = work.acc, p.config
-    if dq is None or acc is None or c.converts:
+    if dq is None or acc is None:
         of_dq: tuple[Any, ...] = (None, None, None, ())
     else:
         of_dq = (acc, dq, extras.cu_seqlens_q, _strides(dq))
@@ -458,7 +452,7 @@ def fused_arguments(
         stored = (dk, dv, _strides(dk), _strides(dv)) if c.packed else (None, None, (), ())
     own: tuple[Any, ...] = ()
     if c.d <= 128:
-        own = (dq, _strides(dq)) if dq is not None and (c.whole_head or c.converts) else (None, ())
+        own = (dq, _strides(dq)) if dq is not None and c.whole_head else (None, ())
         own += (work.dq_semaphore,)
     return (
         *blocks, *stored, *own, work.acc, extras.cu_seqlens_q, extras.cu_seqlens_k, extras.seqused_k, variant, args, unit_log2,
@@ -507,7 +501,7 @@ def jobs(
     if p.config.whole_head:
         return found
     summed = dq is not None and p.config.dq
-    programs = (p.stat_blocks if summed and not p.config.converts else 0) + (2 * p.key_programs if dk is not None else 0)
+    programs = (p.stat_blocks if summed else 0) + (2 * p.key_programs if dk is not None else 0)
     if programs:
         found.append((attn_bwd_after_kernel, programs, after_arguments(p, problem, extras, work, dq, dk, dv)))
     if dq is not None and not summed:
