@@ -593,7 +593,7 @@ FAULTS = {
         "mbarrier.wait(bars.kv_empty.",
         "(bars.kv_empty.",
         "while a wgmma or a TMA store reads|without fence",
-        {"whole_head": True, "converts": False},
+        {"whole_head": True},
     ),
     "a share left out": ("backward_ends.convert", "range(1, SHARES)", "range(2, SHARES)", "dk.*dv", {"group_split": 2}),
     "dK of another head's share": (
