@@ -4,10 +4,12 @@
     compute-sanitizer --tool racecheck python -m flashtri_core.kernels.hopper.sanitize
     compute-sanitizer --tool racecheck python -m flashtri_core.kernels.hopper.sanitize --control
 
-racecheck follows ``bar.sync``, not mbarriers. It therefore reports what one warp leaves in shared memory for others behind an
-mbarrier (the forward's next tile: ``write_slot``, ``slot_field``), and the words by which Triton tells the warps of a
-``warp_specialize`` what to run (the kernels' first lines and that call). ``--control`` is a kernel with one of each and nothing
-else, right by its construction: what racecheck says of it, it says of any kernel of this kind. Everything else it finds counts.
+memcheck finds nothing. racecheck reports the forward's next tile (``write_slot`` against ``slot_field``), and the lines that a
+kernel and its ``warp_specialize`` begin with, in every kernel. A tile's slot is written again only after its output is there,
+which has needed its Q, whose load the producer issued after reading the slot: the chain goes through a TMA load, and whether
+racecheck follows those is what ``--control`` is for. It hands a number over through an mbarrier, which racecheck does follow,
+and overwrites it behind a TMA load that its reader has issued. Right by construction: what racecheck says of it, it says of any
+kernel of this kind. What it says of the second half has not been looked at yet.
 """
 
 from __future__ import annotations
@@ -19,39 +21,52 @@ from typing import Any
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flashtri_core import flash_attn, flash_attn_varlen
+from flashtri_core.kernels.hopper.common import tma_load
 
 
 @gluon.jit
-def leave(slot, full):
-    """The warp that writes."""
-    slot.store(gl.full([1], 7, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
-    mbarrier.arrive(full, count=1)
-
-
-@gluon.jit
-def take(slot, full, OUT):
-    """The warps that read."""
+def take(desc, slot, full, loaded, tile, OUT):
+    """One warp reads the number and then issues a load."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     mbarrier.wait(full, 0)
-    x = gl.max(slot.load(gl.BlockedLayout([1], [32], [8], [0])), 0)
-    gl.store(OUT + gl.arange(0, 256, layout=gl.BlockedLayout([1], [32], [8], [0])), x)
+    gl.store(OUT + gl.arange(0, 32, layout=LAYOUT), gl.max(slot.load(LAYOUT), 0))
+    mbarrier.expect(loaded, 64 * 4)
+    tma_load(desc, [0], loaded, tile)
 
 
 @gluon.jit
-def control_kernel(OUT):
-    """One warp leaves a number in shared memory, behind an mbarrier; eight others take it from there."""
+def leave(slot, full, loaded):
+    """Eight warps leave a number, and another one when the load has landed."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
+    slot.store(gl.full([1], 7, gl.int32, LAYOUT))
+    mbarrier.arrive(full, count=1)
+    mbarrier.wait(loaded, 0)
+    slot.store(gl.full([1], 8, gl.int32, LAYOUT))
+
+
+@gluon.jit
+def control_kernel(desc, OUT):
+    """A number through shared memory, overwritten behind a load that its reader has issued."""
     slot = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    tile = gl.allocate_shared_memory(gl.float32, [64], desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    loaded = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(full, count=1)
-    gl.warp_specialize([(take, (slot, full, OUT)), (leave, (slot, full))], [1], [24])
+    mbarrier.init(loaded, count=1)
+    fence_async_shared()
+    gl.warp_specialize([(leave, (slot, full, loaded)), (take, (desc, slot, full, loaded, tile, OUT))], [1], [24])
 
 
 def control() -> str:
     """Run :func:`control_kernel` once."""
-    out = torch.zeros(256, dtype=torch.int32, device="cuda")
-    control_kernel[(1,)](out, num_warps=8)
+    out = torch.zeros(32, dtype=torch.int32, device="cuda")
+    data = torch.zeros(64, device="cuda")
+    layout = gl.NVMMASharedLayout.get_default_for([64], gl.float32)
+    control_kernel[(1,)](TensorDescriptor(data, [64], [1], [64], layout), out, num_warps=8)
     assert bool((out == 7).all())
     return "control: right"
 
