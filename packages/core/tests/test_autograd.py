@@ -213,6 +213,31 @@ def test_saved_tensors_are_freed_by_backward(lane):
         loss.backward()
 
 
+@pytest.mark.parametrize("changed", range(4), ids=["q", "k", "v", "out"])
+def test_a_plan_is_for_the_dtypes_that_hooks_return(changed, monkeypatch):
+    """A backward remembered for one dtype does not serve saved tensors that come back in another."""
+    made, plan = [], ops._backward_plan
+    monkeypatch.setattr(ops, "_backward_plan", lambda *call: made.append(call) or plan(*call))
+    monkeypatch.setattr(ops, "_plans", {})
+
+    def backward(dtype):
+        q, k, v = leaves = [torch.randn(1, 1, n, 8, requires_grad=True) for n in (5, 6, 6)]
+        saved = itertools.count()
+
+        def unpack(x):
+            return x.to(dtype) if x.dim() == 4 and next(saved) == changed else x
+
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, unpack):
+            out = flash_attn(q, k, v)
+        torch.autograd.grad(out, leaves, torch.ones_like(out))
+
+    backward(torch.float32)
+    backward(torch.float32)
+    assert len(made) == 1
+    backward(torch.float64)
+    assert len(made) == 2
+
+
 @lanes()
 def test_saved_tensors_modified_in_place_are_noticed(lane):
     q, k, v = three(lane)

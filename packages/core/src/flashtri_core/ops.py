@@ -87,13 +87,14 @@ def _backward_key(
     do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, extras: Extras,
     options: tuple[Any, ...], need: tuple[bool, ...],
 ) -> tuple[Any, ...]:  # fmt: skip
-    """The same for a backward; saved tensors may come back from hooks with other strides and addresses."""
+    """The same for a backward; saved tensors may come back from hooks with other dtypes, strides and addresses."""
     all_aligned = 15 & (
         do.data_ptr() | q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr() | lse.data_ptr()
     ) == 0  # fmt: skip
     return (
         options, need, q.shape, k.shape, v.shape, do.stride(), q.stride(), k.stride(), v.stride(), out.stride(),
-        lse.stride(), do.dtype, q.dtype, q.device, all_aligned or _aligned(do, q, k, v, out, lse),
+        lse.stride(), do.dtype, q.dtype, k.dtype, v.dtype, out.dtype, q.device,
+        all_aligned or _aligned(do, q, k, v, out, lse),
         dlse is None or (dlse.stride(), _aligned(dlse)), extras is NO_EXTRAS or _layouts(extras),
     )  # fmt: skip
 
