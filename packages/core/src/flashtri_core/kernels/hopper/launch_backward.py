@@ -169,7 +169,7 @@ def ordered_tiles(problem: Problem) -> BackwardConfig:
     The more heads side by side, the less a head's tiles, which begin together, wait for one another.
     """
     config = fused_tiles(problem)
-    return replace(config, ordered=config.dq, dk_last=False, l2_bytes=128 << 20)
+    return replace(config, ordered=config.dq, dk_last=False, early_statistics=False, l2_bytes=128 << 20)
 
 
 def split_tiles(problem: Problem) -> BackwardConfig:
