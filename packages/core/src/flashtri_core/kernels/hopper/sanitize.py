@@ -4,12 +4,12 @@
     compute-sanitizer --tool racecheck python -m flashtri_core.kernels.hopper.sanitize
     compute-sanitizer --tool racecheck python -m flashtri_core.kernels.hopper.sanitize --control
 
-memcheck finds nothing. racecheck reports the forward's next tile (``write_slot`` against ``slot_field``), and the lines that a
-kernel and its ``warp_specialize`` begin with, in every kernel. A tile's slot is written again only after its output is there,
-which has needed its Q, whose load the producer issued after reading the slot: the chain goes through a TMA load, and whether
-racecheck follows those is what ``--control`` is for. It hands a number over through an mbarrier, which racecheck does follow,
-and overwrites it behind a TMA load that its reader has issued. Right by construction: what racecheck says of it, it says of any
-kernel of this kind. What it says of the second half has not been looked at yet.
+memcheck finds nothing. racecheck reports two things. One is the lines that a kernel and its ``warp_specialize`` begin with, in
+every kernel: unexplained so far. The other is the forward's next tile (``write_slot`` against ``slot_field``). A tile's slot is
+written again only after its output is there, which has needed its Q, whose load the producer issued after reading the slot: the
+chain goes through a TMA load, and whether racecheck follows those is what ``--control`` is for. It hands a number over through
+an mbarrier, which racecheck does follow, and overwrites it behind a TMA load that its reader has issued: right by construction.
+What racecheck says of that second half has not been looked at yet.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ MEMORIES: list[Memory] = []  # of the launch's arguments: assembly has addresses
 _BARRIER = re.compile(r"bar\.(sync|arrive) \$1, (\d+); mov\.b32 \$0, \$1")
 _ACCESS = re.compile(r"(@!?p )?(st|red)\.relaxed\.gpu\.global(?:\.add)?\.v4\.f32 \[\$(\d+)\+(\d+)\], \{([$\d,]+)\}")
 _LOAD = re.compile(r"ld\.relaxed\.gpu\.global\.v4\.f32 \{([$\d,]+)\}, \[\$(\d+)\+(\d+)\]")
-_PREDICATE = re.compile(r"setp\.(ne|eq)\.s32 p, \$(\d+), 0")
+_PREDICATE = re.compile(r"setp\.ne\.s32 p, \$(\d+), 0")
 _SELECT = re.compile(
     r"\{ \.reg \.pred p; \.reg \.s32 x; sub\.s32 x, \$2, \$3; setp\.le\.u32 p, x, \$4; selp\.f32 \$0, \$1, 0f(\w{8}), p"
 )
@@ -81,14 +81,11 @@ def inline_asm_elementwise(
 def execute(lines: Sequence[str], operands: list[Any]) -> None:
     """Run instructions on operands, each an array over the warpgroup's 128 threads; loads fill theirs."""
     predicate: Any = None
-    unconditional: Any = slice(None)  # what runs without a predicate of its own
-    for line in (text.removeprefix("DONE: ") for text in lines):
+    for line in lines:
         if found := _PREDICATE.fullmatch(line):
-            predicate = (operands[int(found[2])] != 0) == (found[1] == "ne")
-        elif line == "@p bra DONE":
-            unconditional = ~predicate
+            predicate = operands[int(found[1])] != 0
         elif found := _ACCESS.fullmatch(line):
-            keep = unconditional if not found[1] else predicate if "!" not in found[1] else ~predicate
+            keep = slice(None) if not found[1] else predicate if "!" not in found[1] else ~predicate
             for i, part in enumerate(found[5].split(",")):
                 memory, at = elements(operands[int(found[3])][keep] + int(found[4]), i)
                 if found[2] == "st":
