@@ -242,6 +242,10 @@ def locate(turn, sizes, CU_Q, CU_K, USED_K, variant, args, C: gl.constexpr):
     if C.ragged_keys:  # a tile that the keys do not fill masks every score
         free_lo = gl.where(start_n + C.block_n > Nk, hi, free_lo)
         free_hi = gl.maximum(free_hi, free_lo)
+    if C.linear_bias:  # see linear_exponents
+        for g in range(sizes.group):
+            free_lo = gl.where(variant.slope(z, hk * sizes.group + g, args.alibi) < 0, hi, free_lo)
+        free_hi = gl.maximum(free_hi, free_lo)
     if C.descending:
         free_lo, free_hi = lo + hi - free_hi, lo + hi - gl.maximum(lo, free_lo)
     before_hi = 0

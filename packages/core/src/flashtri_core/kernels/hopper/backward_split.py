@@ -219,6 +219,10 @@ def consumer(
                 fence_async_shared()
             named_barrier_wait(CLEARED, 128, 256)
     count = 1
+    if C.linear_bias:  # see linear_exponents
+        negative = variant.slope(z, h, args.alibi) < 0
+        free_lo = gl.where(negative, first, free_lo)
+        free_hi = gl.where(negative, first, free_hi)
     if C.right_edge:
         for block in range(last - 2, gl.maximum(free_hi, first) - 1, -1):
             dq, ds = step(dq, ds, count, block, row0, lse_log2, delta, z, h, Nq, Nk, unit_log2, variant, args, tiles, bars,

@@ -115,6 +115,8 @@ def linear_exponents(
     r and r + 8 of an accumulator, and in them columns 8 a + 2 t + b: r and t, in 0..3, are its own, a and b known to the
     compiler. The smallest distance that a thread has is added to the LSE, what a score has beyond that to the score, as a
     literal: a multiply-add per score, and one per query. Added with one sign, neither shows what the other rounds away.
+    A negative slope makes the scores of far keys large, and what forward and backward round differently then is lost from
+    the gradients: tiles of such heads mask every block instead, and add the bias as the forward did.
     """
     row = gl.arange(0, s.shape[0], layout=gl.SliceLayout(1, S_LAYOUT))[:, None]
     col = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, S_LAYOUT))[None, :]

@@ -320,6 +320,8 @@ def linear_probabilities(
     A thread owns columns 8 a + 2 t + b of its rows, t in 0..3 its own, a and b known to the compiler. What a key's bias has
     beyond that of the thread's last column is added with 8 a + b as a literal; the last column's, one number per row and
     thread, goes into the pivot. The two have the same sign, so that neither shows what the other rounds away.
+
+    Scores that a negative slope made large would round here otherwise than in the backward; such a head masks every block.
     """
     LAST: gl.constexpr = C.block_n - 7  # 8 a + b of a thread's last column
     j = gl.arange(0, C.block_n, layout=gl.SliceLayout(0, S_LAYOUT))
@@ -719,6 +721,9 @@ def consumer(
                 skip_block(count, bars, WG, C)
                 count += 1
             last = needed
+        if C.linear_bias:  # see linear_probabilities
+            free_lo = gl.where(where[1] < 0, first, free_lo)
+            free_hi = gl.where(where[1] < 0, first, free_hi)
         p16, m_log2, l_i = first_block(
             where, last - 1, count, turn, SINK, unit_log2, variant, args, tiles, bars, WG, S_LAYOUT, P_LAYOUT, C
         )
