@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from flashtri_core import flash_attn, flash_attn_varlen
+from flashtri_core import flash_attn, flash_attn_varlen, pack, unpack
 from flashtri_core.interface import FLOAT_TINY
 from flashtri_core.testing import budget, cases
 from flashtri_core.testing.cases import Case, laid_out
@@ -268,6 +268,68 @@ def test_a_sign_in_a_flag(lane, name, shape):
     assert numbers.is_neg() and numbers.lt(0).all()
     got, want = (flash_attn(q, k, v, **{name: x}, impl=lane.impl) for x in (numbers, numbers.resolve_neg()))
     assert torch.equal(got, want)
+
+
+def signless(x):
+    """x with its signs turned in memory and a flag that says so, as torch gives the imaginary part of a conjugate."""
+    return torch._neg_view(-x.detach()).requires_grad_(x.requires_grad)
+
+
+@lanes()
+@pytest.mark.parametrize(
+    ("packed", "name"),
+    [(packed, name) for packed in (False, True) for name in ("q", "k", "v", "do", "dlse", "seqused_k")]
+    + [(True, "cu_seqlens")],
+)
+def test_a_sign_in_a_flag_of_any_tensor(lane, name, packed):
+    """The plain tensors' call comes first: what is kept for it, by address and layout, is not for these."""
+    shapes = ((9, 2, 16), (2, 9)) if packed else ((2, 2, 9, 16), (2, 2, 9))
+    plain = {key: lane.randn(*shapes[0], seed=s) for s, key in enumerate(("q", "k", "v", "do"))}
+    plain["dlse"] = lane.randn(*shapes[1]).to(torch.float64 if lane.dtype == torch.float64 else torch.float32)
+    for key, numbers in (("cu_seqlens", [0, 4, 9]), ("seqused_k", [3, 5])):
+        plain[key] = torch.tensor(numbers, dtype=torch.int32, device=lane.device)
+
+    def results(t):
+        leaves = [t[key].detach().requires_grad_() for key in "qkv"]
+        options = dict(seqused_k=t["seqused_k"], return_lse=True, impl=lane.impl)
+        if name != "seqused_k":
+            options.pop("seqused_k")
+        if packed:
+            found = flash_attn_varlen(*leaves, t["cu_seqlens"], t["cu_seqlens"], 5, 5, **options)
+        else:
+            found = flash_attn(*leaves, **options)
+        return *found, *torch.autograd.grad(found, leaves, (t["do"], t["dlse"]))
+
+    want = results(plain)
+    odd = plain | {name: signless(plain[name])}
+    assert odd[name].is_neg() and odd[name].equal(plain[name])
+    for got, right in zip(results(odd), want, strict=True):
+        assert not got.is_neg()
+        assert torch.equal(got, right)
+
+
+def test_packing_with_signs_in_a_flag():
+    """Values, lengths and starts; and gradients on the way back."""
+    x, lengths = (
+        torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(0), requires_grad=True),
+        torch.tensor([3, 1]),
+    )
+    want, got = pack(x, lengths), pack(signless(x), signless(lengths))
+    assert got.values.equal(want.values) and got.cu_seqlens.equal(want.cu_seqlens) and got.max_seqlen == 3
+    padded = unpack(signless(want.values), signless(want.cu_seqlens), 4)
+    assert padded.equal(unpack(want.values, want.cu_seqlens, 4))
+    grads = [torch.autograd.grad(pack(x, lengths).values, x, do)[0] for do in (want.values, signless(want.values))]
+    assert grads[0].equal(grads[1])
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_an_operator_gets_signs_in_memory(packed):
+    """Under torch.compile; the dispatcher sees to it."""
+    q, k, v = (torch.randn(*((7, 2, 8) if packed else (1, 2, 7, 8))) for _ in range(3))
+    cu = torch.tensor([0, 3, 7], dtype=torch.int32)
+    call = (lambda *qkv: flash_attn_varlen(*qkv, cu, cu, 4, 4)) if packed else flash_attn
+    compiled = torch.compile(call, backend="eager", fullgraph=True)
+    assert compiled(signless(q), signless(k), signless(v)).equal(call(q, k, v))
 
 
 @lanes()

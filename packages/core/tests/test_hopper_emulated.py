@@ -148,6 +148,26 @@ def test_a_bias_too_large_for_a_multiply_add(d, slope):
     torch.testing.assert_close(got["out"][~lost].double(), right["out"][~lost], rtol=2e-3, atol=2e-3)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", ["q", "k", "v", "do"])
+def test_a_sign_in_a_flag(name, deterministic):
+    """The second call differs from the first by the flag alone, and finds its plan."""
+    plain = {
+        key: torch.randn(1, 2, 70, 64, generator=torch.Generator().manual_seed(s)).half()
+        for s, key in enumerate(("q", "k", "v", "do"))
+    }
+
+    def results(t):
+        leaves = [t[key].detach().requires_grad_() for key in "qkv"]
+        out = flash_attn(*leaves, deterministic=deterministic, impl="hopper")
+        return out, *torch.autograd.grad(out, leaves, t["do"])
+
+    with gluon_cpu.emulate(0):
+        want, got = results(plain), results(plain | {name: torch._neg_view(-plain[name])})
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize("d", [64, 128])
 def test_nan_is_not_lost(d):
     """A maximum drops NaN; the row that a NaN key or sink belongs to must not."""

@@ -89,17 +89,19 @@ def flash_attn(
     plain = not ops.watched(q, k, v)
     if not plain or torch._C._is_any_autocast_enabled() or forward_ad._current_level >= 0:
         q, k, v = _cast(q, k, v)
-    _check_bools(FLAGS, return_lse, return_max_logits, validate)
+    if not (type(return_lse) is type(return_max_logits) is type(validate) is bool):  # for less than a call
+        _check_bools(FLAGS, return_lse, return_max_logits, validate)  # type: ignore[unreachable]
     if (  # a call without optional tensors: has one like it been checked and run before?
         plain and alibi_slopes is learnable_sink is attn_bias is attn_mask is seqused_k is None
-        and not (q.is_nested or k.is_nested)
     ):  # fmt: skip
-        q_shape, k_shape = q.shape, k.shape  # asked for once: each size by itself takes as long
-        if len(q_shape) == len(k_shape) == 4 and q_shape[3] > 0:
+        try:
+            (_, _, rows, width), (_, _, keys, _) = q.shape, k.shape
+        except (RuntimeError, ValueError):  # nested tensors have no shape, others not four sizes
+            width = 0
+        if width > 0:
             options = _options(
-                q_shape[2], k_shape[2], q_shape[3], causal, softmax_scale, window_size, softcap, dropout_p,
-                deterministic, impl,
-            )  # fmt: skip
+                rows, keys, width, causal, softmax_scale, window_size, softcap, dropout_p, deterministic, impl
+            )
             plan = ops.known(q, k, v, options, return_max_logits)
             if plan is not None:
                 found = ops.attention(q, k, v, NO_EXTRAS, options, return_lse, return_max_logits, plan)
@@ -172,7 +174,8 @@ def flash_attn_varlen(
     """
     q, k, v = _cast(q, k, v)
     _, heads, total_q, total_k = _check_tensors(q, k, v, 3)
-    _check_bools(FLAGS, return_lse, return_max_logits, validate)
+    if not (type(return_lse) is type(return_max_logits) is type(validate) is bool):
+        _check_bools(FLAGS, return_lse, return_max_logits, validate)  # type: ignore[unreachable]
     max_q, max_k = _check_max("max_seqlen_q", max_seqlen_q), _check_max("max_seqlen_k", max_seqlen_k)
     cu_q, starts_q = _check_cu("cu_seqlens_q", cu_seqlens_q, q, validate)
     same = cu_seqlens_k is cu_seqlens_q  # in self-attention
@@ -372,7 +375,7 @@ def _check_features(
     if alibi_slopes is not None:
         _check_layout("alibi_slopes", alibi_slopes)
         alibi.check(alibi_slopes, batch, heads, q.device)
-        alibi_slopes = alibi_slopes.resolve_neg()  # the imaginary part of a conjugate has its sign in a flag
+        alibi_slopes = alibi_slopes.resolve_neg()  # see ops.resolved
     if learnable_sink is not None:
         _check_layout("learnable_sink", learnable_sink)
         sink.check(learnable_sink, heads, q.device)
@@ -431,7 +434,10 @@ def check_options(
     """
     if impl not in IMPLS:
         raise ValueError(f"impl must be one of {', '.join(IMPLS)}, got {impl!r}")
-    _check_bools(("causal", "deterministic"), causal, False if deterministic is None else deterministic)
+    if type(causal) is not bool or (deterministic is not None and type(deterministic) is not bool):
+        _check_bools(  # type: ignore[unreachable]
+            ("causal", "deterministic"), causal, False if deterministic is None else deterministic
+        )
     if softmax_scale is None:
         softmax_scale = head_dim**-0.5
     elif isinstance(softmax_scale, bool) or not isinstance(softmax_scale, (int, float)):
@@ -474,7 +480,7 @@ def _check_index(name: str, x: Any, q: Tensor, validate: bool) -> tuple[Tensor, 
         check_values(name, x)
     read = validate or (x.is_cpu and not ops.looked_into(x))  # reading a CPU tensor waits for nothing
     as_int32 = x if x.dtype is torch.int32 and x.is_contiguous() else x.to(torch.int32).contiguous()
-    return as_int32, x.tolist() if read else None
+    return as_int32.resolve_neg(), x.tolist() if read else None
 
 
 def _check_cu(name: str, cu: Any, q: Tensor, validate: bool) -> tuple[Tensor, list[int] | None]:

@@ -111,9 +111,19 @@ def _layout(x: Tensor) -> tuple[Any, ...]:
 def known(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...], return_max: bool) -> Plan | None:
     """The plan of a call without optional tensors, if one like it has run before, which has then been checked too."""
     try:
+        if q.is_neg() or k.is_neg() or v.is_neg():
+            return None
         return _plans.get(_forward_key(q, k, v, NO_EXTRAS, options, return_max))
     except RuntimeError:  # nested and sparse tensors have no strides, wrapped ones no address
         return None
+
+
+def resolved(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """The tensors with their sign in memory: torch has that of a conjugate's imaginary part in a flag, no part of the address.
+
+    Operators get theirs from the dispatcher like that.
+    """
+    return tuple([None if x is None else x.resolve_neg() for x in tensors])
 
 
 def _remember(key: tuple[Any, ...], plan: Plan) -> Plan:
@@ -162,6 +172,8 @@ def _backward(
     if _is_elsewhere(q):
         with torch.cuda.device(q.device):
             return _backward(do, dlse, q, k, v, out, lse, extras, options, need)
+    if do.is_neg() or (dlse is not None and dlse.is_neg()):
+        do, dlse = resolved(do, dlse)
     if do.stride(-1) != 1 and do.shape[-1] != 1:
         do = do.contiguous()  # e.g. the stride-0 gradient of sum()
     inputs = (do, dlse, q, k, v, out, lse, extras)
@@ -344,8 +356,11 @@ def attention(
     Plain tensors in eager mode go to the launcher directly; everybody else gets the operator. ``plan`` is from
     :func:`known`, whose caller has asked :func:`watched`.
     """
-    if plan is None and (looked_into(q, k, v) or not (q.is_cuda or q.is_cpu)):
-        return torch.ops.flashtri.fwd(q, k, v, *extras, *options, return_max)  # type: ignore[no-any-return]
+    if plan is None:
+        if looked_into(q, k, v) or not (q.is_cuda or q.is_cpu):
+            return torch.ops.flashtri.fwd(q, k, v, *extras, *options, return_max)  # type: ignore[no-any-return]
+        if q.is_neg() or k.is_neg() or v.is_neg():
+            q, k, v = resolved(q, k, v)
     sink, bias = extras.learnable_sink, extras.attn_bias
     if torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad
