@@ -332,6 +332,38 @@ def test_an_operator_gets_signs_in_memory(packed):
     assert compiled(signless(q), signless(k), signless(v)).equal(call(q, k, v))
 
 
+STEEP = [
+    (slope, causal, nq, nk) for slope in (1e38, 3e38, -3e38) for causal, nq, nk in ((True, 40, 50), (False, 50, 40))
+]
+
+
+def check_steep_slope(lane, slope, causal, nq, nk, d=16, **options):
+    """Out and dV against the key that has all the weight: the nearest one, or the farthest; the first slope is 0.25."""
+    q, k, v, do = (lane.randn(1, 2, n, d, seed=s).requires_grad_() for s, n in enumerate((nq, nk, nk, nq)))
+    slopes = torch.tensor([0.25, slope], device=lane.device)
+    out, lse = flash_attn(q, k, v, causal=causal, alibi_slopes=slopes, return_lse=True, impl=lane.impl, **options)
+    dq, dk, dv = torch.autograd.grad(out, (q, k, v), do)
+    place = torch.arange(nq, device=lane.device) + nk - nq
+    first, last = (place - 0).abs(), (place - (nk - 1)).abs()
+    key = place.clamp(0, nk - 1) if slope > 0 else (last > first).long() * (nk - 1) * (not causal)
+    assert torch.equal(out[:, 1], v[:, 1, key])
+    assert lse.isfinite().all() and all(x.isfinite().all() for x in (out, dq, dk, dv))
+    if slope > 0 and causal:  # LSE is that of one key near 0: fp32 resolves it, and gradients are not left out
+        right = torch.zeros_like(v[:, 1]).index_add_(1, key, do.detach()[:, 1])
+        torch.testing.assert_close(dv[:, 1], right, rtol=1e-3, atol=1e-3)
+        assert dq[:, 1].abs().max() < 1e-2 and dk[:, 1].abs().max() < 1e-2
+    tame = flash_attn(q[:, :1], k[:, :1], v[:, :1], causal=causal, alibi_slopes=slopes[:1], impl=lane.impl, **options)
+    assert torch.equal(out[:, :1], tame)
+
+
+@lanes(REFERENCE, replace(REFERENCE, name="reference_fp16", dtype=torch.float16), INTERPRETER, GPU_HALF, GPU_BFLOAT)
+@pytest.mark.parametrize("options", [{}, {"softmax_scale": 1e-3}, {"softmax_scale": 1e-8}, {"softcap": 20.0}], ids=str)
+@pytest.mark.parametrize(("slope", "causal", "nq", "nk"), STEEP)
+def test_alibi_so_steep_that_float32_would_overflow(lane, slope, causal, nq, nk, options):
+    """Divided by the scale, or times a distance, the slope was infinite, and the output NaN."""
+    check_steep_slope(lane, slope, causal, nq, nk, **options)
+
+
 @lanes()
 def test_gradient_of_a_sum(lane):
     """Row 12: sum().backward() sends one number expanded with strides 0."""

@@ -149,6 +149,19 @@ def test_a_bias_too_large_for_a_multiply_add(d, slope):
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_a_slope_so_steep_that_float32_would_overflow(causal, deterministic):
+    """The key on the diagonal has all the weight, one block or several away from where the tile begins."""
+    given = cases.inputs(Case("steep", heads=(2, 2), nq=200, nk=600, d=64, causal=causal, alibi="h"), BFLOAT)
+    given.tensors["alibi_slopes"] = torch.tensor([1e38, 3e38])
+    right, eager = cases.exact(given, torch.float64), cases.exact(given, BFLOAT)
+    with gluon_cpu.emulate(0):
+        got = cases.run(given, "hopper", deterministic=deterministic)
+    assert torch.equal(got["out"], given.tensors["v"][:, :, -200:])
+    budget.check(got, right, eager)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("name", ["q", "k", "v", "do"])
 def test_a_sign_in_a_flag(name, deterministic):
     """The second call differs from the first by the flag alone, and finds its plan."""

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ..problem import Extras, Problem
 
 LOG2E = 1.4426950408889634
-SMALLEST_UNIT = 1e-20
+SMALLEST_UNIT = 2.0**-10  # the steepest slope divided by it, times a distance of 2 ** 27, is in float32
 
 MASKS: dict[str, ModuleType] = {"full": full, "causal": causal, "window": window}
 

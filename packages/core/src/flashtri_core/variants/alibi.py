@@ -3,6 +3,9 @@
 ``alibi_slopes`` is fp32 ``(Hq,)`` or ``(B, Hq)``. Distance is counted from the bottom-right diagonal, so that a decode
 step equals the last row of the full run; it works with and without ``causal``. Slopes are constants: a tensor that
 requires a gradient is refused rather than silently given none.
+
+A slope beyond ``2 ** 90`` (1.2e27) in size counts as that, with its sign: among the keys that a row sees the nearest, or with a
+negative slope the farthest, have all the weight anyway, and no distance takes the penalty out of float32.
 """
 
 from __future__ import annotations
@@ -11,11 +14,15 @@ from torch import Tensor
 
 from .._jit import jit, tl
 
+STEEPEST = tl.constexpr(2.0**90)
+
 
 @jit
 def slope(z, h, args):
     """args = (slopes, stride of the batch, stride of the head, scores per natural unit); the slope in the scores' unit."""
-    return tl.load(args[0] + z * args[1] + h * args[2]) * args[3]
+    natural = tl.load(args[0] + z * args[1] + h * args[2])
+    natural = tl.maximum(natural, -STEEPEST, tl.PropagateNan.ALL)
+    return tl.minimum(natural, STEEPEST, tl.PropagateNan.ALL) * args[3]
 
 
 @jit
@@ -33,7 +40,8 @@ def add_behind(s, slope, i, j, Nq, Nk):
 def add_eager(s: Tensor, slopes: Tensor, i: Tensor, j: Tensor, nq: int | Tensor, nk: int | Tensor) -> Tensor:
     """Eager twin; ``s`` (..., Hq, Nq, Nk), slopes (..., Hq)."""
     distance = (i + (nk - nq) - j).abs()
-    return s - slopes.to(s.dtype)[..., None, None] * distance
+    steepest = getattr(STEEPEST, "value", STEEPEST)  # a plain float where Triton is not installed
+    return s - slopes.clamp(-steepest, steepest).to(s.dtype)[..., None, None] * distance
 
 
 def check(slopes: object, batch: int, heads: int, device: object) -> None:

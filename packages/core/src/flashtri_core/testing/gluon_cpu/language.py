@@ -72,6 +72,12 @@ def _reduction(operation: Callable[..., Any]) -> Callable[..., Value]:
     return function
 
 
+def _extreme(dropping: Any, keeping: Any) -> Callable[..., Value]:
+    """A minimum or maximum that drops NaN where it is not told to keep it."""
+    ways = {tl.PropagateNan.NONE: _binary(dropping), tl.PropagateNan.ALL: _binary(keeping)}
+    return lambda x, y, propagate_nan=tl.PropagateNan.NONE: ways[propagate_nan](x, y)
+
+
 def where(condition: Any, x: Any, y: Any) -> Value:
     """``gl.where``."""
     condition = lift(condition)
@@ -260,7 +266,7 @@ _LANGUAGE |= {
     "SwizzledSharedLayout": _no_layout, "NVMMASharedLayout": _common.gl.NVMMASharedLayout,
     "exp2": _unary(np.exp2), "log2": _unary(np.log2), "abs": _unary(np.abs),
     "fma": lambda a, b, c: lift(a) * b + c,
-    "minimum": _binary(np.fmin), "maximum": _binary(np.fmax),
+    "minimum": _extreme(np.fmin, np.minimum), "maximum": _extreme(np.fmax, np.maximum), "PropagateNan": tl.PropagateNan,
     "max": _reduction(np.fmax.reduce), "min": _reduction(np.fmin.reduce), "sum": _reduction(np.sum),
     "where": where, "arange": arange, "full": full, "zeros": lambda shape, dtype, layout=None: full(shape, 0, dtype),
     "load": values.load, "store": values.store, "atomic_add": values.atomic_add, "to_tensor": lift,
