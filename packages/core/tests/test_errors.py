@@ -20,14 +20,18 @@ def dense(**keywords):
     return flash_attn(q, k, v, **arguments)
 
 
-def packed(**keywords):
+def packed_arguments(**keywords):
     """Valid arguments of flash_attn_varlen with some replaced."""
     cu_q, cu_k = torch.tensor([0, 2, 6], dtype=torch.int32), torch.tensor([0, 3, 7], dtype=torch.int32)
     arguments = dict(
         q=torch.zeros(6, 4, 8), k=torch.zeros(7, 2, 8), v=torch.zeros(7, 2, 8), cu_seqlens_q=cu_q, cu_seqlens_k=cu_k,
         max_seqlen_q=4, max_seqlen_k=4,
     )  # fmt: skip
-    return flash_attn_varlen(**(arguments | keywords))
+    return arguments | keywords
+
+
+def packed(**keywords):
+    return flash_attn_varlen(**packed_arguments(**keywords))
 
 
 META = torch.device("meta")
@@ -200,6 +204,40 @@ def test_supports_says_what_the_call_says(change, error, words):
     answer = supports(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), **arguments)
     assert not answer
     assert answer.reason == str(raised.value)
+
+
+@pytest.mark.parametrize(("change", "error", "words"), PACKED, ids=ids(PACKED))
+def test_supports_says_what_the_packed_call_says(change, error, words):
+    with pytest.raises(error) as raised:
+        packed(**change)
+    arguments = packed_arguments(**change)
+    answer = supports(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), **arguments)
+    assert not answer
+    assert answer.reason == str(raised.value)
+
+
+def test_supports_answers_for_packed_calls():
+    arguments = packed_arguments(causal=True, return_lse=True, seqused_k=torch.tensor([3, 0]))
+    q, k, v = (arguments.pop(name) for name in "qkv")
+    assert supports(q, k, v, **arguments) == (True, "", "reference")
+    del arguments["max_seqlen_k"], arguments["cu_seqlens_k"]
+    answer = supports(q, k, v, **arguments)
+    assert not answer
+    assert answer.reason.startswith(
+        "cu_seqlens_k must be given too: a packed call has cu_seqlens_q, cu_seqlens_k, max_seqlen_q"
+    )
+
+
+@pytest.mark.parametrize("impl", ["auto", "triton", "hopper", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
+def test_supports_answers_for_meta_tensors_as_the_call_does(dtype, impl):
+    """They have shapes and nothing to compute: every implementation takes them, and every fault of shape is one."""
+    x, cu = torch.zeros(6, 2, 8, dtype=dtype, device=META), torch.zeros(3, dtype=torch.int32, device=META)
+    ends = dict(cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=4, max_seqlen_k=4)
+    assert flash_attn(x[None], x[None], x[None], impl=impl).is_meta and supports(x[None], x[None], x[None], impl=impl)
+    assert flash_attn_varlen(x, x, x, **ends, impl=impl).is_meta and supports(x, x, x, **ends, impl=impl)
+    assert not supports(x[None], x[None, 1:], x[None], impl=impl)
+    assert not supports(x, x, x, **ends | dict(cu_seqlens_q=torch.zeros(3, dtype=torch.int32)), impl=impl)
 
 
 def gpu(**keywords):

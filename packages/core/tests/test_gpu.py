@@ -356,6 +356,14 @@ def test_supports_is_true_for_every_option():
             given = cases.inputs(Case("s", batch=2, heads=(4, 4), nq=64, nk=64, d=64, **entry), torch.bfloat16, "cuda")
             rest = {n: t for n, t in given.tensors.items() if n not in "qkv"}
             assert supports(q, q, q, **rest, **given.numbers), entry
+    x, cu = normal(128, 4, 64), torch.tensor([0, 60, 128], dtype=torch.int32, device="cuda")
+    for impl in ("auto", "triton"):
+        assert supports(
+            x, x, x, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=68, max_seqlen_k=68, causal=True, impl=impl
+        )
+    assert not supports(
+        x.float(), x.float(), x.float(), cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=68, max_seqlen_k=68
+    )
 
 
 @pytest.mark.alone

@@ -178,23 +178,16 @@ class Flashtri(Peer):
 
         options, case = self.options(inputs), inputs.case
         if case.packed:
-            longest, cu = case.seqlen_q, inputs.cu_seqlens
-            assert cu is not None
-
-            def packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-                return _first(flashtri_core.flash_attn_varlen(q, k, v, cu, cu, longest, longest, **options))
-
-            return Call(self.name, "thd", packed, inputs, resolved=None if self.impl == "auto" else self.impl)
-
-        def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return _first(flashtri_core.flash_attn(q, k, v, **options))
-
-        call = Call(self.name, "bhnd", dense, inputs)
-        support = flashtri_core.supports(*inputs.laid_out("bhnd")[:3], **options)
+            ends = {"cu_seqlens": inputs.cu_seqlens, "max_seqlen": case.seqlen_q}
+            options |= {f"{name}_{side}": value for name, value in ends.items() for side in "qk"}
+        layout, attention = (
+            ("thd", flashtri_core.flash_attn_varlen) if case.packed else ("bhnd", flashtri_core.flash_attn)
+        )
+        support = flashtri_core.supports(*inputs.laid_out(layout)[:3], **options)
         if not support:
             raise NotImplementedError(support.reason)
-        call.resolved = support.impl
-        return call
+        attend = lambda q, k, v: _first(attention(q, k, v, **options))
+        return Call(self.name, layout, attend, inputs, resolved=support.impl)
 
 
 def _sdpa_refusal(case: Case) -> str | None:

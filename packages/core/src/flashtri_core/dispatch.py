@@ -31,8 +31,9 @@ def choose(problem: Problem, device: torch.device, impl: str, deterministic: boo
     """The implementation that ``impl`` means for this problem on this device, or why there is none.
 
     ``deterministic`` asks about the backward as well, which ``impl="hopper"`` may refuse; "auto" has another one then.
+    On the meta device there is nothing to compute, and nobody who could not.
     """
-    if impl == "reference" or (impl == "auto" and device.type == "cpu"):
+    if impl == "reference" or device.type == "meta" or (impl == "auto" and device.type == "cpu"):
         return Support(True, "", "reference")
     named = "" if impl == "auto" else f"impl={impl!r}: "
     reason = triton_ready(device, problem.dtype)

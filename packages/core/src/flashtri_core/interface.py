@@ -18,6 +18,7 @@ from .variants import alibi, attn_bias, dropout, sink, softcap, window
 
 MAX_HEAD_DIM = 256
 FLAGS = ("return_lse", "return_max_logits", "validate")
+PACKED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 FLOAT_MAX = torch.finfo(torch.float32).max  # the kernels count in float32
 FLOAT_TINY = torch.finfo(torch.float32).tiny  # and a GPU reads what is smaller as 0
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -173,42 +174,35 @@ def flash_attn_varlen(
         (7, 2, 8)
     """
     q, k, v = _cast(q, k, v)
-    _, heads, total_q, total_k = _check_tensors(q, k, v, 3)
     if not (type(return_lse) is type(return_max_logits) is type(validate) is bool):
         _check_bools(FLAGS, return_lse, return_max_logits, validate)  # type: ignore[unreachable]
-    max_q, max_k = _check_max("max_seqlen_q", max_seqlen_q), _check_max("max_seqlen_k", max_seqlen_k)
-    cu_q, starts_q = _check_cu("cu_seqlens_q", cu_seqlens_q, q, validate)
-    same = cu_seqlens_k is cu_seqlens_q  # in self-attention
-    cu_k, starts_k = (cu_q, starts_q) if same else _check_cu("cu_seqlens_k", cu_seqlens_k, q, validate)
-    if cu_q.shape[0] != cu_k.shape[0]:
-        raise ValueError(
-            f"cu_seqlens_k must have as many entries as cu_seqlens_q ({cu_q.shape[0]}), got {cu_k.shape[0]}"
-        )
-    lengths = None
-    if starts_q is not None and starts_k is not None:
-        _check_starts("cu_seqlens_q", starts_q, total_q, max_q)
-        lengths = _check_starts("cu_seqlens_k", starts_k, total_k, max_k)
-    sequences = cu_q.shape[0] - 1
-    extras, options = _check_features(
-        q, k, (sequences, heads, max_q, max_k), causal, softmax_scale, window_size, softcap, alibi_slopes,
-        learnable_sink, attn_bias, attn_mask, dropout_p, seqused_k, deterministic, impl, validate, lengths,
+    extras, options = _check_packed(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, softmax_scale, window_size, softcap,
+        alibi_slopes, learnable_sink, attn_bias, attn_mask, dropout_p, seqused_k, deterministic, impl, validate,
     )  # fmt: skip
-    extras = extras._replace(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
     return _call(q, k, v, extras, options, return_lse, return_max_logits)
 
 
 def supports(q: Tensor, k: Tensor, v: Tensor, *, impl: str = "auto", **features: Any) -> Support:
-    """Would :func:`flash_attn` run this call here, with which implementation, and if not, why not?
+    """Would :func:`flash_attn`, or :func:`flash_attn_varlen`, run this call here, by which implementation? If not, why not?
 
-    It answers for dense calls; packed ones, :func:`flash_attn_varlen`, cannot be asked about.
+    Nothing is launched. Of the tensors only shapes, dtypes and devices are looked at, and on a CPU, or with ``validate``,
+    the values that the call itself reads (cu_seqlens, seqused_k). On the meta device nothing is computed: a call whose
+    arguments fit together runs there with every ``impl``, and the answer names "reference".
 
     Args:
-        q, k, v: as for :func:`flash_attn`; only shapes, dtype and device are looked at (meta tensors too are fine).
+        q, k, v: as for the call.
         impl: the implementation asked for.
-        **features: keywords of :func:`flash_attn`.
+        **features: keywords of :func:`flash_attn`. A packed call is one with ``cu_seqlens_q``, ``cu_seqlens_k``,
+            ``max_seqlen_q`` and ``max_seqlen_k``.
 
     Returns:
         A :class:`Support`: true when the call would run; ``reason`` names the argument otherwise.
+
+    Example:
+        >>> x, cu = torch.randn(7, 2, 8), torch.tensor([0, 3, 7], dtype=torch.int32)
+        >>> supports(x, x, x, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=4, max_seqlen_k=4).impl
+        'reference'
     """
     try:
         values: dict[str, Any] = {
@@ -217,17 +211,22 @@ def supports(q: Tensor, k: Tensor, v: Tensor, *, impl: str = "auto", **features:
             "deterministic": None,
         }  # fmt: skip
         flags = [features.pop(name, False) for name in FLAGS]
+        packed = {name: features.pop(name) for name in PACKED if name in features}
         unknown = set(features) - set(values)
         if unknown:
             raise TypeError(f"unknown keyword {sorted(unknown)[0]!r}")
         values.update(features)
         q, k, v = _cast(q, k, v)
-        shape = _check_tensors(q, k, v, 4)
         _check_bools(FLAGS, *flags)
-        extras, options = _check_features(q, k, shape, *values.values(), impl, flags[2])  # type: ignore[call-arg]
+        rest = *values.values(), impl, flags[2]
+        if packed:
+            if missing := set(PACKED) - set(packed):
+                raise TypeError(f"{min(missing)} must be given too: a packed call has {', '.join(PACKED)}")
+            extras, options = _check_packed(q, k, v, *(packed[name] for name in PACKED), *rest)
+        else:
+            extras, options = _check_features(q, k, _check_tensors(q, k, v, 4), *rest)
         *numbers, deterministic, impl = options
-        problem = describe(q, k, v, extras, *numbers)
-        return dispatch.choose(problem, q.device, impl, deterministic)
+        return dispatch.choose(describe(q, k, v, extras, *numbers), q.device, impl, deterministic)
     except (TypeError, ValueError, NotImplementedError) as error:
         return Support(False, str(error), "")
 
@@ -333,6 +332,29 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, dim: int) -> tuple[int, int,
     if hk < 1 or hq < 1 or hq % hk:
         raise ValueError(f"q's heads must be a positive multiple of k's, got {hq} and {hk}")
     return batch, hq, nq, nk
+
+
+def _check_packed(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: Any, max_seqlen_k: Any,
+    *features: Any,
+) -> tuple[Extras, tuple[Any, ...]]:  # fmt: skip
+    """:func:`_check_features` of a packed call, of which ``features`` are the arguments after the shape."""
+    _, heads, total_q, total_k = _check_tensors(q, k, v, 3)
+    max_q, max_k = _check_max("max_seqlen_q", max_seqlen_q), _check_max("max_seqlen_k", max_seqlen_k)
+    validate = features[-1]
+    cu_q, starts_q = _check_cu("cu_seqlens_q", cu_seqlens_q, q, validate)
+    same = cu_seqlens_k is cu_seqlens_q  # in self-attention
+    cu_k, starts_k = (cu_q, starts_q) if same else _check_cu("cu_seqlens_k", cu_seqlens_k, q, validate)
+    if cu_q.shape[0] != cu_k.shape[0]:
+        raise ValueError(
+            f"cu_seqlens_k must have as many entries as cu_seqlens_q ({cu_q.shape[0]}), got {cu_k.shape[0]}"
+        )
+    lengths = None
+    if starts_q is not None and starts_k is not None:
+        _check_starts("cu_seqlens_q", starts_q, total_q, max_q)
+        lengths = _check_starts("cu_seqlens_k", starts_k, total_k, max_k)
+    extras, options = _check_features(q, k, (cu_q.shape[0] - 1, heads, max_q, max_k), *features, lengths)  # type: ignore[call-arg]
+    return extras._replace(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k), options
 
 
 def _refuse_tensors(q: Tensor, k: Tensor, v: Tensor, dim: int) -> None:
