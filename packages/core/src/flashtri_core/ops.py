@@ -7,14 +7,15 @@ opaque calls and no Python. Outputs follow their input's memory order: (B, N, H,
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from . import dispatch
-from .problem import NO_EXTRAS, Extras, describe
+from . import ahead, dispatch
+from .problem import NO_EXTRAS, Extras, Problem, describe
 from .target import maker
 
 _FEATURES = (
@@ -139,19 +140,26 @@ def _is_elsewhere(x: Tensor) -> bool:
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: tuple[Any, ...], return_max: bool, plan: Plan | None = None
+    q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: tuple[Any, ...], return_max: bool,
+    plan: Plan | None = None, need: tuple[bool, ...] = (),
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """(out, lse, row_max), row_max None where it is not asked for; ``options`` are the schema's after the tensors."""
+    """(out, lse, row_max), row_max None where it is not asked for; ``options`` are the schema's after the tensors.
+
+    ``need`` says of q, k, v, sink and bias which will need a gradient, empty where none will.
+    """
     if _is_elsewhere(q):
         with torch.cuda.device(q.device):
-            return _forward(q, k, v, extras, options, return_max, plan)
-    fill, new_out, new_lse = plan or _forward_plan(q, k, v, extras, options, return_max)
+            return _forward(q, k, v, extras, options, return_max, plan, need)
+    fill, new_out, new_lse = plan or _forward_plan(q, k, v, extras, options, return_max, need)
     out, lse, row_max = new_out(), new_lse(), new_lse() if return_max else None
     fill(q, k, v, extras, out, lse, row_max)
     return out, lse, row_max
 
 
-def _forward_plan(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: tuple[Any, ...], return_max: bool) -> Plan:
+def _forward_plan(
+    q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: tuple[Any, ...], return_max: bool,
+    need: tuple[bool, ...] = (),
+) -> Plan:  # fmt: skip
     key = _forward_key(q, k, v, extras, options, return_max)
     plan = _plans.get(key)
     if plan is not None:
@@ -159,9 +167,35 @@ def _forward_plan(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: tupl
     out, lse = like_layout(q, v.shape[-1]), _statistic(q)
     if not (q.numel() or out.numel()):
         return lambda *tensors: None, maker(out), maker(lse)
-    *numbers, _deterministic, impl = options
+    *numbers, deterministic, impl = options
     problem = describe(q, k, v, extras, *numbers)
-    return _remember(key, (dispatch.forward_plan(problem, impl, q, k, v, extras, out, lse), maker(out), maker(lse)))
+    fill, *makers = _remember(
+        key, (dispatch.forward_plan(problem, impl, q, k, v, extras, out, lse), maker(out), maker(lse))
+    )
+    if need and impl != "reference" and ahead.due(problem, q.device, impl, deterministic, need):
+        fill = partial(_fill_beside_backward, fill, problem, impl, deterministic, need)
+    return fill, *makers
+
+
+def _fill_beside_backward(
+    fill: Callable[..., Any], problem: Problem, impl: str, deterministic: bool, need: tuple[bool, ...], q: Tensor, k: Tensor,
+    v: Tensor, extras: Extras, out: Tensor, lse: Tensor, row_max: Tensor | None,
+) -> None:  # fmt: skip
+    """The first forward of a kind: a thread compiles the backward of a gradient that is laid out like ``out``."""
+
+    def compile_backward() -> None:
+        do, q_like, k_like, v_like, out_like, lse_like = map(ahead.outline, (out, q, k, v, out, lse))
+        features = Extras(*(None if x is None else ahead.outline(x) for x in extras))
+        need_q, need_k, need_v, need_sink, need_bias = need
+        grads = _grad_buffers(q_like, k_like, v_like, features, need_q, need_k or need_v, need_sink, need_bias)
+        dq, dk, dv, _dsink, dbias = grads
+        plan = dispatch.backward_plan(
+            problem, impl, deterministic, do, None, q, k, v, out_like, lse_like, features, dq, dk, dv, dbias
+        )  # of the device that q, k and v are on
+        plan(do, None, q_like, k_like, v_like, out_like, lse_like, features, *grads)
+
+    with ahead.beside(compile_backward, q.get_device()):
+        fill(q, k, v, extras, out, lse, row_max)
 
 
 def _backward(
@@ -306,7 +340,8 @@ class _Eager(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, _sink: Tensor | None, _bias: Tensor | None, rest: tuple[Any, ...]
     ) -> Any:
         extras, options, return_lse, return_max, plan = rest
-        out, lse, row_max = output = _forward(q, k, v, extras, options, return_max, plan)
+        need = ctx.needs_input_grad[:5] if plan is None else ()
+        out, lse, row_max = output = _forward(q, k, v, extras, options, return_max, plan, need)
         _save(ctx, q, k, v, extras, options, output)
         return (out, lse if return_lse else None, row_max) if return_lse or return_max else out
 

@@ -43,8 +43,8 @@ def _cuda_target(index: int) -> Target:
 
 
 def target_of(device: torch.device) -> Target:
-    """Target of a tensor's device; CPU tensors mean the interpreter."""
-    if device.type == "cuda":
+    """Target of a tensor's device; CPU tensors mean the interpreter, and meta ones stand for the current GPU's."""
+    if device.type in ("cuda", "meta"):
         return _cuda_target(device.index if device.index is not None else torch.cuda.current_device())
     return INTERPRETER
 
@@ -75,6 +75,8 @@ def maker(x: Tensor) -> Callable[[], Tensor]:
 
     It asks the allocator as compiled code does, past the dispatcher, in half the time of ``torch.empty_like``.
     """
+    if x.is_meta:
+        return partial(torch.empty_like, x)
     guards: Any = torch._C._dynamo.guards
     empty = guards._empty_strided_cuda if x.is_cuda else guards._empty_strided_cpu
     return partial(empty, tuple(x.shape), x.stride(), x.dtype)

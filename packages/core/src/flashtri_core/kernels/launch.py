@@ -15,7 +15,7 @@ from ..tuning import Config, block_of, blocks_of, choose, head_group
 from ..variants import MASKS, assemble, attn_bias, attn_mask, sink
 from .backward import attn_bwd_dbias_kernel, attn_bwd_delta_kernel, attn_bwd_dkdv_kernel, attn_bwd_dq_kernel
 from .forward import attn_fwd_kernel
-from .quick import QuickLaunch
+from .quick import QuickLaunch, compiled_only
 from .tail import attn_tail_kernel
 
 DELTA_ROWS = 64  # query rows per program of the delta pre-pass
@@ -27,7 +27,7 @@ class Launch:
 
     A binary depends on the types of the arguments, on which integers are 1 or divisible by 16 and on which pointers are
     aligned. Whoever keeps a Launch must call it with arguments that agree in all of that, see ``ops._forward_key``, and on
-    the current device.
+    the current device. Called with meta tensors it compiles and runs nothing.
     """
 
     def __init__(self, kernel: Any, grid: int, constexprs: tuple[Any, ...], config: Config | None, device: torch.device):
@@ -40,6 +40,8 @@ class Launch:
             return
         if self.quick is None:
             options = {} if self.config is None else {"num_warps": self.config.num_warps, "num_stages": self.config.num_stages}
+            if compiled_only(self.kernel, (*args, *self.constexprs), **options):
+                return
             binary = self.kernel[(self.grid,)](*args, *self.constexprs, **options)
             self.quick = None if INTERPRETED else QuickLaunch(binary)
             self.tensors = [n for n, x in enumerate(args) if isinstance(x, Tensor)]

@@ -156,9 +156,9 @@ def pretend_sm90() -> Iterator[None]:
     from triton.backends.nvidia import driver as nvidia
     from triton.runtime import driver
 
-    from .. import dispatch
+    from .. import ahead, dispatch
     from ..kernels import launch
-    from ..kernels.hopper import launch_forward
+    from ..kernels.hopper import launch_backward, launch_forward
     from ..target import SHARED_MEMORY, Target
 
     class Driver:
@@ -177,9 +177,11 @@ def pretend_sm90() -> Iterator[None]:
     with ExitStack() as stack:
         for owner, name, value in (
             (dispatch, "triton_ready", lambda device, dtype: ""),
+            (ahead, "target_of", lambda device: target),
             (dispatch, "target_of", lambda device: target),
             (launch, "target_of", lambda device: target),
             (launch_forward, "target_of", lambda device: target),
+            (launch_backward, "target_of", lambda device: target),
             (launch_forward, "problem_reason", lambda problem, device: reason(problem, cuda)),
             (torch.cuda, "is_current_stream_capturing", lambda: False),
         ):

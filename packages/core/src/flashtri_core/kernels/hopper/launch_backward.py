@@ -15,6 +15,7 @@ from ...problem import Extras, Problem
 from ...target import maker, target_of
 from ...variants import MASKS, assemble, sink
 from ..launch import Tail
+from ..quick import compiled_only
 from . import launch_forward
 from .backward import attn_bwd_hopper
 from .backward_ends import attn_bwd_after_kernel, attn_bwd_before_kernel
@@ -516,7 +517,8 @@ class Backward:
     of the first call must pass :func:`supports`. A call that wants only dQ or only dK and dV takes the split kernels;
     heads wider than 128, which have none, compute all three. Memory beyond the gradients: 8 bytes per query row;
     without split kernels 4 bytes per element of dQ; and where a group is shared out, 4 bytes per share and element of dK
-    and dV (all of them 1 kB per row of wide heads, up to one block per head more). ``config`` is for tuning.
+    and dV (all of them 1 kB per row of wide heads, up to one block per head more). Called with meta tensors it
+    compiles and runs nothing. ``config`` is for tuning.
     """
 
     def __init__(
@@ -561,8 +563,9 @@ class Backward:
             # Told apart even where one comes twice, as in flash_attn(x, x, x).
             tensors = (*(None if x is None else x.detach() for x in tensors), *workspace(self.plan, memory))
             for kernel, grid, arguments in self._jobs(tensors):
-                compiled = kernel[(grid,)](*for_triton(arguments), num_warps=4)
-                self.launches.append((Launch(compiled, arguments, tensors), grid))
+                given = for_triton(arguments)
+                if not compiled_only(kernel, given, num_warps=4):
+                    self.launches.append((Launch(kernel[(grid,)](*given, num_warps=4), arguments, tensors), grid))
         else:
             start = memory.data_ptr()
             where = [0 if x is None else x.data_ptr() for x in tensors]

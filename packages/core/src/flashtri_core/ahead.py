@@ -1,0 +1,69 @@
+"""A backward's kernels, compiled beside the forward's: the first call then takes little longer than the slower of the two.
+
+A thread compiles while the forward does, and has ended before the forward returns: nothing is left behind that could meet
+a fork, a captured graph, or the end of the process. It touches no tensor's memory. The backward looks its kernels up like
+any other, finds them or compiles them, and so is the one that raises where that fails.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from threading import Thread
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .problem import Problem
+from .target import target_of
+
+#: Kinds of calls whose backward a thread has been at.
+_tried: set[tuple[Any, ...]] = set()
+
+
+def due(problem: Problem, device: torch.device, *others: Any) -> bool:
+    """Is this the first call of its kind, and on a GPU, and not part of a graph that is being captured?
+
+    A kind is everything but lengths, of which the powers of two below matter: a new length of a known kind seldom needs new
+    kernels, and planning a backward that does not takes a millisecond.
+    """
+    if target_of(device).interpreted or torch.cuda.is_current_stream_capturing():
+        return False
+    lengths = problem.seqlen_q.bit_length(), problem.seqlen_k.bit_length()
+    kind = (replace(problem, batch=0, seqlen_q=0, seqlen_k=0, total_q=0, total_k=0), lengths, device, *others)
+    if kind in _tried:
+        return False
+    _tried.add(kind)
+    return True
+
+
+def outline(x: Tensor) -> Tensor:
+    """A tensor of x's shape, strides and dtype without memory: enough to compile for."""
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
+
+@contextmanager
+def beside(compilation: Callable[[], object], device: int) -> Iterator[None]:
+    """Run ``compilation`` in a thread while the body runs, and until both have ended; what it raises is dropped."""
+    from triton.runtime import cache, driver
+
+    driver.active.get_current_device()  # loads Triton's driver module, which two threads would do twice
+    hash_of_triton = getattr(cache, "triton_key", lambda: None)
+    hash_of_triton()  # likewise; its hundreds of steps would each wait for the other thread
+
+    def run() -> None:
+        with suppress(Exception), torch.cuda.device(device):
+            compilation()
+
+    thread = Thread(target=run, name="flashtri-backward")
+    with warnings.catch_warnings():  # Triton does this per node of the source; two threads restore each other's filters
+        with suppress(RuntimeError):  # the process may have no more threads
+            thread.start()
+        try:
+            yield
+        finally:
+            if thread.ident is not None:
+                thread.join()

@@ -1,0 +1,193 @@
+"""The first forward compiles its backward's kernels in a thread: the same kernels, once, and nothing is left behind."""
+
+import json
+import shutil
+import subprocess
+import sys
+import threading
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flashtri_core import ahead
+from flashtri_core.problem import Problem
+from flashtri_core.target import INTERPRETER, SHARED_MEMORY, Target
+
+PROBLEM = Problem(2, 4, 4, 1000, 1000, 64, 64, torch.bfloat16, 0.125, causal=True, total_q=1000, total_k=1000)
+HOPPER, DEVICE = Target(90, SHARED_MEMORY[90]), torch.device("cuda", 0)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU that is neither there nor capturing a graph."""
+    monkeypatch.setattr(ahead, "_tried", set())
+    monkeypatch.setattr(ahead, "target_of", lambda device: HOPPER)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+
+def test_a_kind_of_call_is_due_once(gpu):
+    assert ahead.due(PROBLEM, DEVICE, "auto")
+    assert not ahead.due(PROBLEM, DEVICE, "auto")
+    assert not ahead.due(replace(PROBLEM, batch=7, seqlen_q=600, total_q=600), DEVICE, "auto")
+    for other in ({"seqlen_k": 5000}, {"head_dim": 128}, {"causal": False}, {"softcap": 1.0}, {"dtype": torch.float16}):
+        assert ahead.due(replace(PROBLEM, **other), DEVICE, "auto"), other
+    assert ahead.due(PROBLEM, torch.device("cuda", 1), "auto")
+    assert ahead.due(PROBLEM, DEVICE, "triton")
+
+
+def test_nothing_is_due_in_a_captured_graph(gpu, monkeypatch):
+    """Loading a kernel from another thread would break the capture; the first call outside of one is due all the same."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert not ahead.due(PROBLEM, DEVICE)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert ahead.due(PROBLEM, DEVICE)
+
+
+def test_nothing_is_due_where_nothing_is_compiled(gpu, monkeypatch):
+    monkeypatch.setattr(ahead, "target_of", lambda device: INTERPRETER)
+    assert not ahead.due(PROBLEM, DEVICE)
+
+
+@pytest.fixture
+def driver():
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from triton.runtime import driver
+
+    from flashtri_core.testing.aot import StubDriver
+
+    previous = driver._active
+    driver.set_active(StubDriver(HOPPER))
+    yield
+    driver._active = previous
+
+
+def test_both_have_ended_when_the_body_has(driver):
+    """A compilation that outlives the forward would delay the process's exit, and not survive a fork."""
+    body_runs, seen = threading.Event(), []
+
+    def compilation():
+        assert body_runs.wait(60)
+        seen.append(threading.current_thread())
+
+    with ahead.beside(compilation, -1):
+        body_runs.set()  # the compilation waits for it: they run side by side
+    assert seen[0] is not threading.current_thread()
+    assert not seen[0].is_alive()
+
+
+def test_errors_of_the_body_alone_come_through(driver):
+    ended = []
+
+    def compilation():
+        ended.append(threading.current_thread())
+        raise RuntimeError("of the compilation")
+
+    with ahead.beside(compilation, -1):
+        pass
+    with pytest.raises(KeyError, match="of the body"), ahead.beside(compilation, -1):
+        raise KeyError("of the body")
+    assert len(ended) == 2
+    assert not any(thread.is_alive() for thread in ended)
+
+
+def test_without_a_thread_the_body_runs(driver, monkeypatch):
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    ran = []
+    with ahead.beside(lambda: ran.append("compilation"), -1):
+        ran.append("body")
+    assert ran == ["body"]
+
+
+def test_warning_filters_stay_as_they_were(driver):
+    """Triton changes them for every node that it compiles; left and right, two threads restore what the other has set."""
+    entered, both_entered, left = threading.Event(), threading.Event(), threading.Event()
+
+    def compilation():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            entered.set()
+            assert both_entered.wait(60)
+        left.set()
+
+    before = list(warnings.filters)
+    with ahead.beside(compilation, -1):
+        assert entered.wait(60)
+        with warnings.catch_warnings():
+            both_entered.set()
+            assert left.wait(60)
+    assert warnings.filters == before
+
+
+PROGRAM = """
+import hashlib, json, os, sys, tempfile, threading, torch
+from pathlib import Path
+from unittest import mock
+from triton import knobs
+from triton.runtime.jit import JITFunction
+from flashtri_core import flash_attn, ops
+from flashtri_core.testing import host_path
+
+impl, seen = sys.argv[1], []
+
+def listener(src, metadata, metadata_group, times, cache_hit):
+    cubin = next(Path(path) for name, path in metadata_group.items() if name.endswith(".cubin"))
+    seen.append([src.name, cache_hit, threading.current_thread().name, hashlib.sha256(cubin.read_bytes()).hexdigest()])
+
+knobs.compilation.listener = listener
+q, k, v = (torch.zeros(1, 4, 128, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+sink, slopes = torch.zeros(4, requires_grad=True), torch.zeros(4)
+
+def both():
+    out = flash_attn(q, k, v, causal=True, alibi_slopes=slopes, learnable_sink=sink, impl=impl)
+    forward = seen.copy()
+    threads = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+    torch.autograd.grad(out, (q, k, v, sink), torch.zeros_like(out))
+    found = {"forward": forward, "backward": seen[len(forward):], "threads": threads}
+    seen.clear()
+    return found
+
+def afresh():
+    knobs.cache.dir = tempfile.mkdtemp(dir=folder)
+    ops._plans.clear()
+    ops.ahead._tried.clear()
+    for x in {x for name, m in sys.modules.items() if name.startswith("flashtri_core.kernels") for x in vars(m).values()
+              if isinstance(x, JITFunction)}:
+        x.device_caches.clear()
+
+with tempfile.TemporaryDirectory() as folder:
+    host_path.build_driver(folder)
+    with host_path.pretend_sm90():
+        afresh()
+        found = {"beside": both()}
+        afresh()
+        with mock.patch.object(JITFunction, "warmup", side_effect=RuntimeError):  # what the thread compiles with
+            found["failed"] = both()
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("impl", ["triton", "hopper"])
+def test_the_thread_compiles_what_the_backward_launches(impl):
+    """Once, with the same code; and where it fails, the backward compiles by itself, and would raise by itself."""
+    if shutil.which("cc") is None:
+        pytest.skip("no C compiler: Triton's launchers cannot be built")
+    command = [sys.executable, "-c", PROGRAM, impl]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    beside, failed = found["beside"], found["failed"]
+    assert beside["backward"] == []
+    assert "flashtri-backward" not in beside["threads"]
+    assert {name: thread == "flashtri-backward" for name, _, thread, _ in beside["forward"]} == {
+        name: "_bwd_" in name for name, *_ in failed["forward"] + failed["backward"]
+    }
+    assert not any(hit for _, hit, *_ in beside["forward"] + failed["forward"] + failed["backward"])
+    assert ["_bwd_" in name for name, *_ in failed["forward"]] == [False]
+    codes = [sorted([name, code] for name, _, _, code in x["forward"] + x["backward"]) for x in (beside, failed)]
+    assert codes[0] == codes[1]
