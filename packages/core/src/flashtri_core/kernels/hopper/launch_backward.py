@@ -41,7 +41,7 @@ class BackwardConfig:
     l2_bytes: int = 0  # of the heads that run side by side under a mask, or ordered; 0: l2_bytes_of()
     ordered: bool = False  # key tiles add to dQ in ascending order, which makes dQ deterministic
     whole_head: bool = False  # one thread block takes all key tiles of a head: no zeroing, a fixed order, no conversion pass
-    consumer_regs: int = 240
+    consumer_regs: int = 240  # of the second warpgroup; the first one takes what is left
     producer_regs: int = 24
     d: int = 128  # columns of the dQ accumulator
     tail: int = 0  # of Q and K past the first 128
@@ -145,7 +145,7 @@ def group_split(problem: Problem, block_n: int, multiprocessors: int) -> int:
 def fused_tiles(problem: Problem) -> BackwardConfig:
     """One kernel for all three gradients, whose dQ is added up in memory."""
     if width(problem) == 256:
-        return BackwardConfig(block_n=64)
+        return BackwardConfig(block_n=64, consumer_regs=224)  # which leaves the scores 255
     if width(problem) == 64 and problem.softcap > 0:  # tanh's gradient does not fit beside 128 rows of P, dP and dQ
         return split_tiles(problem)
     if width(problem) == 64:

@@ -7,9 +7,9 @@
 memcheck finds nothing. racecheck reports two things. One is the lines that a kernel and its ``warp_specialize`` begin with, in
 every kernel: unexplained so far. The other is the forward's next tile (``write_slot`` against ``slot_field``). A tile's slot is
 written again only after its output is there, which has needed its Q, whose load the producer issued after reading the slot: the
-chain goes through a TMA load, and whether racecheck follows those is what ``--control`` is for. It hands a number over through
-an mbarrier, which racecheck does follow, and overwrites it behind a TMA load that its reader has issued: right by construction.
-What racecheck says of that second half has not been looked at yet.
+chain goes through a TMA load. ``--control`` is a kernel of a few lines with such a chain, right by construction: a number goes
+through an mbarrier to another warp, which reads it and issues a TMA load; behind that load the number is overwritten. racecheck
+reports both writes against the read. So it does not follow a chain through TMA, and its report of the slots says nothing.
 """
 
 from __future__ import annotations
