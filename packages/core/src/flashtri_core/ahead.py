@@ -1,7 +1,7 @@
 """A backward's kernels, compiled beside the forward's: the first call then takes little longer than the slower of the two.
 
-A thread compiles while the forward does, and has ended before the forward returns: nothing is left behind that could meet
-a fork, a captured graph, or the end of the process. It touches no tensor's memory. The backward looks its kernels up like
+Threads compile while the forward does, and have ended before the forward returns: nothing is left behind that could meet
+a fork, a captured graph, or the end of the process. They touch no tensor's memory. The backward looks its kernels up like
 any other, finds them or compiles them, and so is the one that raises where that fails.
 """
 
@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,6 +22,8 @@ from torch import Tensor
 from .problem import Problem
 from .target import target_of
 
+NAME = "flashtri-backward"  # of the threads
+KERNELS = 4  # of a backward, at most; packed tensors have a fifth, a small one
 #: Kinds of calls whose backward a thread has been at.
 _tried: set[tuple[Any, ...]] = set()
 
@@ -47,18 +51,34 @@ def outline(x: Tensor) -> Tensor:
 
 @contextmanager
 def beside(compilation: Callable[[], object], device: int) -> Iterator[None]:
-    """Run ``compilation`` in a thread while the body runs, and until both have ended; what it raises is dropped."""
+    """Run ``compilation`` in a thread while the body runs, and until both have ended; what it raises is dropped.
+
+    Each kernel that it asks Triton for is compiled in a thread of its own.
+    """
+    from triton import AsyncCompileMode
     from triton.runtime import cache, driver
 
     driver.active.get_current_device()  # loads Triton's driver module, which two threads would do twice
     hash_of_triton = getattr(cache, "triton_key", lambda: None)
     hash_of_triton()  # likewise; its hundreds of steps would each wait for the other thread
 
+    def built(compile_one: Callable[[], Any]) -> Any:
+        binary = compile_one()
+        driver.active.launcher_cls(binary.src, binary.metadata)  # which some Tritons compile too, and keep on disk
+        return binary
+
     def run() -> None:
-        with suppress(Exception), torch.cuda.device(device):
+        with (
+            suppress(Exception),
+            torch.cuda.device(device),
+            ThreadPoolExecutor(KERNELS, NAME) as pool,
+            AsyncCompileMode(
+                SimpleNamespace(submit=lambda compile_one: pool.submit(built, compile_one)), ignore_errors=True
+            ),
+        ):
             compilation()
 
-    thread = Thread(target=run, name="flashtri-backward")
+    thread = Thread(target=run, name=NAME)
     with warnings.catch_warnings():  # Triton does this per node of the source; two threads restore each other's filters
         with suppress(RuntimeError):  # the process may have no more threads
             thread.start()
