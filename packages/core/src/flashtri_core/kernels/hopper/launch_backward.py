@@ -91,7 +91,7 @@ def width(problem: Problem) -> int:
 
 def tiles(problem: Problem, deterministic: bool, multiprocessors: int) -> BackwardConfig:
     """Tile sizes and schedule for a problem: the fastest measured on an H200 (NOTES_backward.md)."""
-    plain = set(problem.features) <= {"causal", "gqa", "sink"}  # ALiBi would spill kilobytes
+    plain = set(problem.features) <= {"causal", "gqa", "sink"}  # a causal ALiBi would spill 800 bytes; a full one was not timed
     if width(problem) == 64 and plain and not whole_head_reason(problem):
         rows = problem.seqlen_q * problem.heads_q // problem.heads_k  # of dQ, which a thread block adds up in L2
         heads = problem.batch * problem.heads_k
