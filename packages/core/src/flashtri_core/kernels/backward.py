@@ -44,8 +44,8 @@ def attn_bwd_delta_kernel(
 
 @jit
 def p_and_ds(
-    s_dot, dp_dot, lse_log2, delta, z, h, start_m, start_n, i, j, Nq, Nk, variant, args, mask, unit_log2,
-    EDGE: tl.constexpr, RAGGED: tl.constexpr, HAS_MASK: tl.constexpr, SPARE: tl.constexpr = False,
+    s_dot, dp_dot, lse_log2, delta, z, h, start_m, start_n, i, j, Nq, Nk, variant, args, mask, unit_log2, EDGE,
+    RAGGED: tl.constexpr, HAS_MASK: tl.constexpr, SPARE: tl.constexpr = False,
 ):  # fmt: skip
     """From the products QK^T and dO V^T to (p for dV, dS, dqk), tile by tile, before ``rescale`` and softmax_scale.
 
@@ -67,8 +67,9 @@ def attn_bwd_dkdv_kernel(
     CU_Q, CU_K, USED_K, variant, args, mask, unit_log2, softmax_scale, heads, group, Nq, Nk, blocks, batch_heads,
     head_group, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT_EDGE: tl.constexpr, RIGHT_EDGE: tl.constexpr,
-    HAS_MASK: tl.constexpr,
+    ONE_LOOP: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
+    """``group`` None: one query head per key head. ONE_LOOP: a step asks whether it is in the only edge, on the left."""
     # which tile am I: batch z, key head hk, keys start_n .. start_n + BLOCK_N; ``heads`` counts key heads here
     if CU_K is None:
         zh, start_n = dense_tile(tl.program_id(0), blocks, batch_heads, head_group, BLOCK_N, False)
@@ -91,14 +92,14 @@ def attn_bwd_dkdv_kernel(
     # (rows past Nq need no mask on scores: their LSE reads as +inf, so their P is 0)
     SPARE: tl.constexpr = len(args.drop) > 0 and BLOCK_D + BLOCK_DV == 256  # with dropout, D = 128 is short of registers
     lo, full_lo, full_hi, hi = block_bounds(lo, full_lo, full_hi, hi, BLOCK_M)
-    for g in range(0, group):  # every query head that reads this key head adds to the same dK and dV
-        h = hk * group + g
+    for g in range(0, 1 if group is None else group):  # every query head that reads this key head adds to dK and dV
+        h = hk if group is None else hk * group + g
         q_base = head_base(Q, stride_q, zb, h, q_row0)
         do_base = head_base(DO, stride_do, zb, h, q_row0)
         row_base = zb.to(tl.int64) * stride_lse[0] + h.to(tl.int64) * stride_lse[1] + q_row0
-        for span in tl.static_range(0 if LEFT_EDGE else 1, 3 if RIGHT_EDGE else 2):
+        for span in tl.static_range(0 if LEFT_EDGE else 1, 3 if RIGHT_EDGE else 1 if ONE_LOOP else 2):
             first = lo if span == 0 else (full_lo if span == 1 else full_hi)
-            last = full_lo if span == 0 else (full_hi if (span == 1 and RIGHT_EDGE) else hi)
+            last = hi if ONE_LOOP else full_lo if span == 0 else (full_hi if (span == 1 and RIGHT_EDGE) else hi)
             for start_m in range(first, last, BLOCK_M):
                 if not HAS_MASK or any_visible(z, h, start_m, start_n, mask):
                     offs_m = start_m + tl.arange(0, BLOCK_M)
@@ -119,7 +120,7 @@ def attn_bwd_dkdv_kernel(
                     p, ds, dqk = p_and_ds(
                         s, dp, pivot_of(lse)[:, None], delta[:, None],
                         z, h, start_m, start_n, offs_m[:, None], offs_n[None, :], Nq, Nk,
-                        variant, args, mask, unit_log2, span != 1, True, HAS_MASK, SPARE,
+                        variant, args, mask, unit_log2, start_m < full_lo if ONE_LOOP else span != 1, True, HAS_MASK, SPARE,
                     )  # fmt: skip
                     dv = tl.dot(tl.trans(p.to(do.dtype)), do, dv)
                     dk = tl.dot(tl.trans(dqk.to(q.dtype)), q, dk)

@@ -16,11 +16,12 @@ from .tiles import head_base, load_rows, store_rows
 
 @jit
 def masked_scores(
-    s, z, h, i, j, Nq, Nk, variant, args, mask, EDGE: tl.constexpr, RAGGED: tl.constexpr, HAS_MASK: tl.constexpr
+    s, z, h, i, j, Nq, Nk, variant, args, mask, EDGE, RAGGED: tl.constexpr, HAS_MASK: tl.constexpr
 ):
     """Add the biases, hide what the mask hides: s [BLOCK_M, BLOCK_N] with -inf where the key is not visible.
 
-    EDGE: the tile needs the positional mask. RAGGED: it may reach past Nk, where a bias has no entries to read.
+    EDGE: the tile needs the positional mask; the compiler need not know. RAGGED: it may reach past Nk, where a bias has no
+    entries to read.
     """
     s = variant.alibi(s, variant.slope(z, h, args.alibi), i, j, Nq, Nk)
     s = variant.bias(s, z, h, i, j, Nq, Nk, args.bias, RAGGED)
