@@ -186,6 +186,11 @@ SECTIONS: dict[str, list[Mistake]] = {
             "They are cumulative sums of lengths. On a GPU `validate=True` looks.",
         ),
         (
+            "`supports(..., cu_seqlens_q=cu)` alone",
+            lambda: supports(*(zeros(8, 4, 16),) * 3, cu_seqlens_q=torch.tensor([0, 8])),
+            "Give all four arguments that make a call a packed one.",
+        ),
+        (
             "a tensor as `max_seqlen_q`",
             lambda: packed(longest=torch.tensor(5)),
             "An upper bound does: the padded length, for instance.",
@@ -246,8 +251,8 @@ SECTIONS: dict[str, list[Mistake]] = {
             "See [On a CPU](cpu.md#the-real-kernels-without-a-gpu).",
         ),
         (
-            "`impl='triton'` on tensors elsewhere",
-            lambda: support.ask(80, impl="triton", device="meta"),
+            "`impl='triton'` on an Apple GPU",
+            lambda: support.ask(80, impl="triton", device="mps"),
             "NVIDIA GPUs and CPUs.",
         ),
         (
