@@ -223,6 +223,11 @@ def _backward_plan(
     key: tuple[Any, ...], do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     extras: Extras, options: tuple[Any, ...], need: tuple[bool, ...],
 ) -> Plan:  # fmt: skip
+    saved = q, k, v, out, lse
+    if any(x.stride(-1) != 1 and x.shape[-1] != 1 for x in saved):  # a hook's; kernels read rows
+        q, k, v, out, lse = (x.contiguous() for x in saved)
+        fill, *makers = _backward_plan(key, do, dlse, q, k, v, out, lse, extras, options, need)
+        return _remember(key, (partial(_fill_from_rows, fill), *makers))
     dq, dk, dv, dsink, dbias = grads = _grad_buffers(q, k, v, extras, *need)
     makers = [type(None) if x is None else maker(x) for x in grads]
     if not (q.numel() or k.numel()):
@@ -231,6 +236,11 @@ def _backward_plan(
     problem = describe(q, k, v, extras, *numbers)
     inputs = (do, dlse, q, k, v, out, lse, extras)
     return _remember(key, (dispatch.backward_plan(problem, impl, deterministic, *inputs, dq, dk, dv, dbias), *makers))
+
+
+def _fill_from_rows(fill: Callable[..., Any], do: Tensor, dlse: Tensor | None, *tensors: Any) -> None:
+    """The backward of saved tensors that came back without a unit last stride."""
+    fill(do, dlse, *(x.contiguous() for x in tensors[:5]), *tensors[5:])
 
 
 def _fill_zeros(*tensors: Any) -> None:
