@@ -63,7 +63,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..schedule import dense_tile, packed_tile, span_of
-from .common import ANY, OR_ZERO, linear_bias, named_barrier_wait, select, tma_load, tma_store
+from .common import ANY, OR_ZERO, linear_exponents, named_barrier_wait, select, tma_load, tma_store
 from .forward import barriers, clear_rows
 
 _SharedMemory = gl.shared_memory_descriptor  # a method that lost its underscore after Triton 3.6
@@ -242,7 +242,7 @@ def locate(turn, sizes, CU_Q, CU_K, USED_K, variant, args, C: gl.constexpr):
     if C.ragged_keys:  # a tile that the keys do not fill masks every score
         free_lo = gl.where(start_n + C.block_n > Nk, hi, free_lo)
         free_hi = gl.maximum(free_hi, free_lo)
-    if C.linear_bias:  # see there
+    if C.linear_bias:  # see linear_exponents
         for g in range(sizes.group):
             free_lo = gl.where(variant.slope(z, hk * sizes.group + g, args.alibi) < 0, hi, free_lo)
         free_hi = gl.maximum(free_hi, free_lo)
@@ -525,16 +525,11 @@ def step(
     q = tiles.q.index(q_stage).reshape([BLOCK_M, C.d])
     do = tiles.do.index(do_stage).reshape([BLOCK_M, C.d])
 
-    slope = variant.slope(t.z, h, args.alibi)
     mbarrier.wait(bars.q_full.index(q_stage), q_phase)
     if C.packed:
         clear_foreign_queries(tiles, bars, q_stage, do_stage, do_phase, t.Nq - m * BLOCK_M, WG, C)
     blank = gl.zeros([HALF, BLOCK_M], gl.float32, S_LAYOUT)
-    if C.linear_bias and not MASK:
-        bias = linear_bias(m * BLOCK_M, t.start_n + WG * HALF, slope, t.Nq, t.Nk, variant, HALF, BLOCK_M, 0, S_LAYOUT)
-        s = warpgroup_mma(k, q.permute((1, 0)), bias, is_async=True)
-    else:
-        s = warpgroup_mma(k, q.permute((1, 0)), blank, use_acc=False, is_async=True)
+    s = warpgroup_mma(k, q.permute((1, 0)), blank, use_acc=False, is_async=True)
     if C.early_statistics:
         lse_log2 = tiles.lse.index(q_stage).load(gl.SliceLayout(0, S_LAYOUT))
     mbarrier.wait(bars.do_full.index(do_stage), do_phase)
@@ -552,10 +547,12 @@ def step(
     i = (m * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, S_LAYOUT)))[None, :]
     j = (t.start_n + WG * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, S_LAYOUT)))[:, None]
     raw = variant.score(s, args.score)
-    biased = raw
-    if MASK or not C.linear_bias:
-        biased = variant.alibi(raw, slope, i, j, t.Nq, t.Nk)
-    p = gl.exp2(biased * unit_log2 - lse_log2[None, :])
+    slope = variant.slope(t.z, h, args.alibi)
+    if C.linear_bias and not MASK:
+        p = gl.exp2(linear_exponents(raw, lse_log2[None, :], m * BLOCK_M, t.start_n + WG * HALF, slope, t.Nq, t.Nk, unit_log2,
+                                     variant, 0, S_LAYOUT))  # fmt: skip
+    else:
+        p = gl.exp2(variant.alibi(raw, slope, i, j, t.Nq, t.Nk) * unit_log2 - lse_log2[None, :])
     if MASK:
         a, b, width = variant.place(i, j, t.Nq, t.Nk, args.mask)
         p = select(p, a, b, width, OR_ZERO)

@@ -44,7 +44,7 @@ from .backward import (
     store_rows,
     store_share,
 )
-from .common import ANY, OR_ZERO, linear_bias, named_barrier_wait, select, tma_load
+from .common import ANY, OR_ZERO, linear_exponents, named_barrier_wait, select, tma_load
 from .forward import barriers, clear_rows, tile_pair
 
 MAIN = gl.constexpr(128)  # columns of the first part of a pair
@@ -145,11 +145,12 @@ def wait_pair(acc, TAIL: gl.constexpr):
 
 
 @gluon.jit
-def issue_scores(s, keys, zero, rows, stage, ADD: gl.constexpr, TAIL: gl.constexpr):
-    """Issue keys [64, D] x (rows [64, D])^T, and ADD it to s."""
+def issue_scores(keys, zero, rows, stage, TAIL: gl.constexpr, S_LAYOUT: gl.constexpr):
+    """Issue keys [64, D] x (rows [64, D])^T."""
     a = keys[0].index(zero).reshape([HALF, MAIN])
     b = rows[0].index(stage).reshape([HALF, MAIN])
-    s = warpgroup_mma(a, b.permute((1, 0)), s, use_acc=ADD, is_async=True)
+    blank = gl.zeros([HALF, HALF], gl.float32, S_LAYOUT)
+    s = warpgroup_mma(a, b.permute((1, 0)), blank, use_acc=False, is_async=True)
     if TAIL > 0:
         a_tail = keys[1].index(zero).reshape([HALF, TAIL])
         b_tail = rows[1].index(stage).reshape([HALF, TAIL])
@@ -188,15 +189,9 @@ def step_of_scores(
         if t.Nq - m * HALF < HALF:
             mbarrier.wait(bars.do_full.index(do_stage), do_phase)
             clear_foreign_rows(tiles.q, q_stage, tiles.do, do_stage, t.Nq - m * HALF, C)
-    blank = gl.zeros([HALF, HALF], gl.float32, S_LAYOUT)
-    if C.linear_bias and not MASK:
-        slope = variant.slope(t.z, h, args.alibi)
-        bias = linear_bias(m * HALF, t.start_n, slope, t.Nq, t.Nk, variant, HALF, HALF, 0, S_LAYOUT)
-        s = issue_scores(bias, tiles.k, zero, tiles.q, q_stage, True, C.tail)
-    else:
-        s = issue_scores(blank, tiles.k, zero, tiles.q, q_stage, False, C.tail)
+    s = issue_scores(tiles.k, zero, tiles.q, q_stage, C.tail, S_LAYOUT)
     mbarrier.wait(bars.do_full.index(do_stage), do_phase)
-    dp = issue_scores(blank, tiles.v, zero, tiles.do, do_stage, False, C.v_tail)
+    dp = issue_scores(tiles.v, zero, tiles.do, do_stage, C.v_tail, S_LAYOUT)
 
     if C.v_tail > 0:
         s = warpgroup_mma_wait(2, deps=(s,))
@@ -206,10 +201,12 @@ def step_of_scores(
     i = (m * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, S_LAYOUT)))[None, :]
     j = (t.start_n + gl.arange(0, HALF, layout=gl.SliceLayout(1, S_LAYOUT)))[:, None]
     raw = variant.score(s, args.score)
-    biased = raw
-    if MASK or not C.linear_bias:
-        biased = variant.alibi(raw, variant.slope(t.z, h, args.alibi), i, j, t.Nq, t.Nk)
-    p = gl.exp2(biased * unit_log2 - lse_log2[None, :])
+    slope = variant.slope(t.z, h, args.alibi)
+    if C.linear_bias and not MASK:
+        p = gl.exp2(linear_exponents(raw, lse_log2[None, :], m * HALF, t.start_n, slope, t.Nq, t.Nk, unit_log2, variant, 0,
+                                     S_LAYOUT))  # fmt: skip
+    else:
+        p = gl.exp2(variant.alibi(raw, slope, i, j, t.Nq, t.Nk) * unit_log2 - lse_log2[None, :])
     if MASK:
         a, b, width = variant.place(i, j, t.Nq, t.Nk, args.mask)
         p = select(p, a, b, width, OR_ZERO)

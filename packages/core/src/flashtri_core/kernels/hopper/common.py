@@ -106,26 +106,29 @@ def left_operand(x, dtype: gl.constexpr, LAYOUT: gl.constexpr, WORDS: gl.constex
 
 
 @gluon.jit
-def linear_bias(
-    start_m, start_n, slope, Nq, Nk, variant, ROWS: gl.constexpr, COLS: gl.constexpr, KEYS: gl.constexpr, S_LAYOUT: gl.constexpr
+def linear_exponents(
+    s, lse_log2, start_m, start_n, slope, Nq, Nk, unit_log2, variant, KEYS: gl.constexpr, S_LAYOUT: gl.constexpr
 ):  # fmt: skip
-    """An accumulator for the scores to begin with, where the bias is linear in the key, as ALiBi's behind the diagonal.
+    """(s + bias) * unit_log2 - lse_log2 for an accumulator s whose bias is linear in the key, as ALiBi's behind the diagonal.
 
-    Axis ``KEYS`` counts keys from start_n, the other one queries from start_m. A thread owns rows r and r + 8 of an
-    accumulator, and in them columns 8 a + 2 t + b: r and t, in 0..3, are its own, a and b known to the compiler. So the bias is
-    one number for the thread and a literal times the slope: a multiply-add for every two scores, those of key and key + 8.
-    A negative slope makes the scores of far keys large, and what forward and backward round differently then is lost from the
-    gradients: tiles of such heads mask every block instead, and add the bias as the forward did.
+    Axis ``KEYS`` counts keys from start_n, the other one queries from start_m; lse_log2 broadcasts to s. A thread owns rows
+    r and r + 8 of an accumulator, and in them columns 8 a + 2 t + b: r and t, in 0..3, are its own, a and b known to the
+    compiler. The smallest distance that a thread has is added to the LSE, what a score has beyond that to the score, as a
+    literal: a multiply-add per score, and one per query. Added with one sign, neither shows what the other rounds away.
+    A negative slope makes the scores of far keys large, and what forward and backward round differently then is lost from
+    the gradients: tiles of such heads mask every block instead, and add the bias as the forward did.
     """
-    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT))[:, None]
-    col = gl.arange(0, COLS, layout=gl.SliceLayout(0, S_LAYOUT))[None, :]
+    row = gl.arange(0, s.shape[0], layout=gl.SliceLayout(1, S_LAYOUT))[:, None]
+    col = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, S_LAYOUT))[None, :]
     if KEYS == 0:
-        bias = variant.alibi(0.0, slope, start_m + (col & 6), start_n + (row & -9), Nq, Nk)
-        bias = variant.alibi(bias, slope, col & -7, row & 8, 0, 0)
+        LAST: gl.constexpr = 8
+        s = variant.alibi(s, slope, col & -7, (row & 8) - LAST, 0, 0)
+        i, j = col & 6, row & -9
     else:
-        bias = variant.alibi(0.0, slope, start_m + (row & -9), start_n + (col & 6), Nq, Nk)
-        bias = variant.alibi(bias, slope, row & 8, col & -7, 0, 0)
-    return bias
+        LAST: gl.constexpr = s.shape[1] - 7
+        s = variant.alibi(s, slope, row & 8, (col & -7) - LAST, 0, 0)
+        i, j = row & -9, col & 6
+    return s * unit_log2 - variant.alibi(lse_log2, -slope * unit_log2, start_m + i, start_n + LAST + j, Nq, Nk)
 
 
 # ------------------------------------------------------------------------------------------------------ on the host

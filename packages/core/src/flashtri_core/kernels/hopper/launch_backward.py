@@ -13,7 +13,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...problem import Extras, Problem
 from ...target import maker, target_of
-from ...variants import MASKS, SMALLEST_UNIT, assemble, sink
+from ...variants import MASKS, assemble, sink
 from ..launch import Tail
 from ..quick import compiled_only
 from . import launch_forward
@@ -239,15 +239,9 @@ def specialise(config: BackwardConfig, problem: Problem) -> BackwardConfig:
         edge_lo=mask.Q_LEFT_EDGE or ragged,
         edge_hi=mask.Q_RIGHT_EDGE,
         past_end=problem.mask_kind == "full" or problem.window[1] > 0,
-        linear_bias=config.linear_bias and linear_bias(problem),
+        linear_bias=config.linear_bias and launch_forward.linear_bias(problem),
         descending=config.ordered and problem.mask_kind != "full",
     )
-
-
-def linear_bias(problem: Problem) -> bool:
-    """Whether scores behind the diagonal may begin with ALiBi: there, nothing but their unit comes after the product."""
-    plain = problem.softcap == 0 and problem.softmax_scale >= SMALLEST_UNIT  # as assemble() decides
-    return plain and launch_forward.linear_bias(problem)
 
 
 def _tail(head_dim: int) -> int:
@@ -268,7 +262,7 @@ def specialise_dq(problem: Problem, block_stat: int) -> DqConfig:
         right_edge=kind != "full",
         left_edge=MASKS[kind].KV_LEFT_EDGE,
         past_end=kind == "full" or problem.window[1] > 0,
-        linear_bias=linear_bias(problem),
+        linear_bias=launch_forward.linear_bias(problem),
         words=kind != "full",
     )
 
