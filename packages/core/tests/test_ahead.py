@@ -31,8 +31,26 @@ def test_a_kind_of_call_is_due_once(gpu):
     assert ahead.due(PROBLEM, DEVICE, "auto")
     assert not ahead.due(PROBLEM, DEVICE, "auto")
     assert not ahead.due(replace(PROBLEM, batch=7, seqlen_q=600, total_q=600), DEVICE, "auto")
-    for other in ({"seqlen_k": 5000}, {"head_dim": 128}, {"causal": False}, {"softcap": 1.0}, {"dtype": torch.float16}):
+    for other in (
+        {"seqlen_k": 5000},
+        {"head_dim": 128},
+        {"causal": False},
+        {"softcap": 1.0},
+        {"dtype": torch.float16},
+        {"softmax_scale": -0.125},
+        {"dropout_p": 0.1},
+        {"window_left": 100},
+        {"window_left": 5000},
+        {"window_right": 0},
+    ):
         assert ahead.due(replace(PROBLEM, **other), DEVICE, "auto"), other
+    for known in (
+        {"softmax_scale": 0.3},
+        {"softcap": 2.0},
+        {"dropout_p": 0.2},
+        {"window_left": 99},
+    ):  # a schedule's next step
+        assert not ahead.due(replace(PROBLEM, **known), DEVICE, "auto"), known
     assert ahead.due(PROBLEM, torch.device("cuda", 1), "auto")
     assert ahead.due(PROBLEM, DEVICE, "triton")
 

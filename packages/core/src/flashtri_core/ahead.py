@@ -31,13 +31,28 @@ _tried: set[tuple[Any, ...]] = set()
 def due(problem: Problem, device: torch.device, *others: Any) -> bool:
     """Is this the first call of its kind, and on a GPU, and not part of a graph that is being captured?
 
-    A kind is everything but lengths, of which the powers of two below matter: a new length of a known kind seldom needs new
-    kernels, and planning a backward that does not takes a millisecond.
+    A kind is everything but numbers: of lengths and windows the powers of two below matter, of the others the sign. A new
+    number of a known kind seldom needs new kernels, and planning a backward that does not takes milliseconds.
     """
     if target_of(device).interpreted or torch.cuda.is_current_stream_capturing():
         return False
-    lengths = problem.seqlen_q.bit_length(), problem.seqlen_k.bit_length()
-    kind = (replace(problem, batch=0, seqlen_q=0, seqlen_k=0, total_q=0, total_k=0), lengths, device, *others)
+    kind = (
+        replace(
+            problem,
+            batch=0,
+            total_q=0,
+            total_k=0,
+            seqlen_q=problem.seqlen_q.bit_length(),
+            seqlen_k=problem.seqlen_k.bit_length(),
+            window_left=(problem.window_left + 1).bit_length(),  # -1 is none
+            window_right=(problem.window_right + 1).bit_length(),
+            softmax_scale=float(problem.softmax_scale > 0),
+            softcap=float(problem.softcap > 0),
+            dropout_p=float(problem.dropout_p > 0),
+        ),
+        device,
+        *others,
+    )
     if kind in _tried:
         return False
     _tried.add(kind)
