@@ -17,8 +17,8 @@ class FlashMultiheadAttention(nn.MultiheadAttention):
       torch: exact, any dtype and device, memory quadratic in the length. Pass `need_weights=False` for the kernels.
     - A query that may see no key gets attention 0 and gradient 0 on both paths, where torch gives NaN.
     - `is_causal=True` needs no `attn_mask` beside it; if there is one, it is taken to be the causal mask, and is not
-      read. With
-      `L != S` causal means what it means in torch, top-left: query `i` sees keys `0..i`.
+      read. With `L != S` causal means what it means in torch, top-left: query `i` sees keys `0..i`. It sees the keys of
+      `add_bias_kv` and `add_zero_attn` as well; in torch it does with weights, and without them mostly does not.
     - Nested tensors are refused. `embed_dim / num_heads` is at most 256 without weights.
 
     In eval mode without gradients `nn.TransformerEncoderLayer` calls torch's own fused layer instead of its attention

@@ -6,6 +6,8 @@ requires a gradient is refused rather than silently given none.
 
 A slope beyond ``2 ** 90`` (1.2e27) in size counts as that, with its sign: among the keys that a row sees the nearest, or with a
 negative slope the farthest, have all the weight anyway, and no distance takes the penalty out of float32.
+The Hopper kernels give NaN where the largest score of a row is beyond 1.9e8 in size and its keys fill more than one
+block, as with a slope of -1e8; ``impl="triton"`` does not.
 """
 
 from __future__ import annotations
