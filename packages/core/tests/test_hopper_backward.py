@@ -98,6 +98,7 @@ def test_whole_head_refuses_what_it_would_get_wrong():
     (128, dict(whole_head=True, dq=False), "whole_head"), (64, dict(whole_head=True, group_split=2), "group_split"),
     (128, dict(ordered=True, dq=False), "ordered"), (128, dict(ordered=True, whole_head=True), "ordered"),
     (256, dict(ordered=True), "ordered"), (64, dict(ordered=True), "ordered: .* or dk_last"), (64, dict(dq=False), "dk_last"),
+    (256, dict(do_stages=3), "do_stages"),
     (256, dict(dk_last=True), "dk_last"), (128, dict(group_split=0), "group_split"), (128, dict(group_split=4), "group_split: must divide the 2 query heads"),
 ])  # fmt: skip
 def test_configurations_that_do_not_fit_are_refused(d, change, words):

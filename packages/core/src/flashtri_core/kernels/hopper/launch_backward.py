@@ -222,6 +222,8 @@ def specialise(config: BackwardConfig, problem: Problem) -> BackwardConfig:
         raise ValueError("dk_last: only in the kernel for all three gradients of heads up to 128")
     if config.ordered and (not config.dq or config.whole_head or config.dk_last or width(problem) > 128):
         raise ValueError("ordered: only with dQ and heads up to 128, and not with whole_head or dk_last")
+    if config.do_stages > 2 and width(problem) > 128:  # dO's stages guard two buffers of P and dS there
+        raise ValueError(f"do_stages: at most 2 for heads wider than 128, got {config.do_stages}")
     if config.late_dk and config.dq:
         raise ValueError("late_dk: only without dQ, whose product needs the same dS")
     mask = MASKS[problem.mask_kind]
