@@ -9,7 +9,8 @@ every kernel: unexplained so far. The other is the forward's next tile (``write_
 written again only after its output is there, which has needed its Q, whose load the producer issued after reading the slot: the
 chain goes through a TMA load. ``--control`` is a kernel of a few lines with such a chain, right by construction: a number goes
 through an mbarrier to another warp, which reads it and issues a TMA load; behind that load the number is overwritten. racecheck
-reports both writes against the read. So it does not follow a chain through TMA, and its report of the slots says nothing.
+reports both writes, the first too, which the mbarrier alone puts in order; a control without the load and what follows it
+was not reported. So beside TMA loads it reports what is right, and what it says of the slots tells nothing.
 """
 
 from __future__ import annotations
