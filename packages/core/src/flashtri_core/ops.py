@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 from . import ahead, dispatch
 from .problem import NO_EXTRAS, Extras, Problem, describe
-from .target import maker
+from .target import empty_like, maker
 
 _FEATURES = (
     "Tensor? alibi_slopes, Tensor? learnable_sink, Tensor? attn_bias, Tensor? attn_mask, Tensor? cu_seqlens_q, "
@@ -43,7 +43,7 @@ def like_layout(x: Tensor, width: int) -> Tensor:
         return x.new_empty(x.shape[0], x.shape[1], width)
     batch, heads, rows, columns = x.shape
     if columns == width and (x.is_contiguous() or x.transpose(1, 2).is_contiguous()):
-        return torch.empty_like(x)  # the cheapest of these calls
+        return empty_like(x)  # the cheapest of these calls
     if x.stride(1) < x.stride(2):
         return x.new_empty(batch, rows, heads, width).transpose(1, 2)
     return x.new_empty(batch, heads, rows, width)
@@ -272,8 +272,8 @@ def _grad_buffers(
         like_layout(q, q.shape[-1]) if need_dq else None,
         like_layout(k, k.shape[-1]) if need_dkv else None,
         like_layout(v, v.shape[-1]) if need_dkv else None,
-        torch.empty_like(sink, memory_format=torch.contiguous_format) if need_dsink and sink is not None else None,
-        torch.empty_like(bias, memory_format=torch.contiguous_format) if need_dbias and bias is not None else None,
+        sink.new_empty(sink.shape) if need_dsink and sink is not None else None,
+        bias.new_empty(bias.shape) if need_dbias and bias is not None else None,
     )
 
 

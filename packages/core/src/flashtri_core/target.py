@@ -70,16 +70,30 @@ def triton_ready(device: torch.device, dtype: torch.dtype) -> str:
     return ""
 
 
+def empty_like(x: Tensor) -> Tensor:
+    """``torch.empty_like`` of a dense tensor. torch's own, on the meta device, is Python that imports SymPy: 0.3 s."""
+    return x.new_empty_strided(x.shape, x.stride()) if x.is_meta else torch.empty_like(x)
+
+
 def maker(x: Tensor) -> Callable[[], Tensor]:
     """A function that makes uninitialised tensors of x's layout, on the current device if x is on a GPU.
 
     It asks the allocator as compiled code does, past the dispatcher, in half the time of ``torch.empty_like``.
     """
     if x.is_meta:
-        return partial(torch.empty_like, x)
+        return partial(empty_like, x)
     guards: Any = torch._C._dynamo.guards
     empty = guards._empty_strided_cuda if x.is_cuda else guards._empty_strided_cpu
     return partial(empty, tuple(x.shape), x.stride(), x.dtype)
 
 
-__all__ = ["INTERPRETER", "SHARED_MEMORY", "Target", "maker", "target_of", "triton_ready", "triton_version"]
+__all__ = [
+    "INTERPRETER",
+    "SHARED_MEMORY",
+    "Target",
+    "empty_like",
+    "maker",
+    "target_of",
+    "triton_ready",
+    "triton_version",
+]

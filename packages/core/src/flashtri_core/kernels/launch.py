@@ -259,7 +259,7 @@ class Backward(_Plan):
         if self.problem.varlen:
             self.behind(extras, dq, dk, dv, None, None)
         delta = self.delta(do, dlse, out, lse)
-        if dsink is not None:
+        if dsink is not None and not dsink.is_meta:  # torch's arithmetic without memory imports its compiler
             assert extras.learnable_sink is not None
             dsink.copy_(sink.gradient(extras.learnable_sink, lse, delta, lse.dim() - 2))
         hooks = self.hooks(extras)

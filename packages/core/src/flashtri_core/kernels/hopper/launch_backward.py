@@ -558,7 +558,7 @@ class Backward:
             dk, dv = (torch.empty_like(x) if y is None else y for x, y in ((k, dk), (v, dv)))
         if self.copy_do:
             do = do.clone(memory_format=torch.contiguous_format)  # contiguous() keeps a dense tensor at a bad address
-        delta_rows = torch.empty_like(lse) if dsink is not None else None
+        delta_rows = lse.new_empty(lse.shape) if dsink is not None else None
         tensors = (do, dlse, q, k, v, out, lse, *extras, dq, dk, dv, delta_rows)
         memory = self.new_memory()
         if first:
@@ -576,7 +576,9 @@ class Backward:
                 if not launch.launch(grid, device.index, where):  # Triton's own path serves
                     own = (*tensors, *workspace(self.plan, memory))
                     launch.compiled[(grid, 1, 1)](*for_triton(self._jobs(own)[number][2]))
-        if dsink is not None and delta_rows is not None and extras.learnable_sink is not None:
+        if dsink is None or dsink.is_meta:  # torch's arithmetic without memory imports its compiler
+            return
+        if delta_rows is not None and extras.learnable_sink is not None:
             dsink.copy_(sink.gradient(extras.learnable_sink, lse, delta_rows, lse.dim() - 2))
 
     def _jobs(self, tensors: tuple[Tensor | None, ...]) -> list[tuple[Any, int, tuple[Any, ...]]]:
