@@ -108,6 +108,15 @@ def run_python(code):
     return done.stdout.strip()
 
 
+def test_the_hopper_launchers_import_no_kernel_that_few_calls_need():
+    """Each file of kernels takes the first call of every process 15 ms: Triton reads its source."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    code = "import flashtri_core.kernels.hopper.launch_backward as launch, sys; print(*sys.modules)"
+    loaded = {name.partition(".kernels.")[2] for name in run_python(code).split()}
+    assert {"hopper.forward", "hopper.backward"} <= loaded
+    assert not loaded & {"launch", "forward", "backward", "hopper.backward_wide", "hopper.backward_split"}
+
+
 NO_TRITON = "import sys; sys.modules['triton'] = None\n"  # makes every `import triton` an ImportError
 
 

@@ -8,49 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._jit import INTERPRETED
 from ..problem import Extras, Problem
 from ..target import Target, maker, target_of
-from ..tuning import Config, block_of, blocks_of, choose, head_group
+from ..tuning import block_of, blocks_of, choose, head_group
 from ..variants import MASKS, assemble, attn_bias, attn_mask, sink
 from .backward import attn_bwd_dbias_kernel, attn_bwd_delta_kernel, attn_bwd_dkdv_kernel, attn_bwd_dq_kernel
 from .forward import attn_fwd_kernel
-from .quick import QuickLaunch, compiled_only
-from .tail import attn_tail_kernel
+from .launch_tail import Tail
+from .quick import Launch
 
 DELTA_ROWS = 64  # query rows per program of the delta pre-pass
-TAIL_PROGRAMS, TAIL_BLOCK = 32, 1024  # elements that a program fills at a time
-
-
-class Launch:
-    """One kernel on one grid. The first call compiles (or finds) the binary, later calls skip Triton's argument binding.
-
-    A binary depends on the types of the arguments, on which integers are 1 or divisible by 16 and on which pointers are
-    aligned. Whoever keeps a Launch must call it with arguments that agree in all of that, see ``ops._forward_key``, and on
-    the current device. Called with meta tensors it compiles and runs nothing.
-    """
-
-    def __init__(self, kernel: Any, grid: int, constexprs: tuple[Any, ...], config: Config | None, device: torch.device):
-        self.kernel, self.grid, self.constexprs, self.config, self.device = kernel, grid, constexprs, config, device
-        self.quick: QuickLaunch | None = None
-        self.tensors: list[int] = []  # where tensors stand among the arguments
-
-    def __call__(self, *args: Any) -> None:
-        if self.grid == 0:
-            return
-        if self.quick is None:
-            options = {} if self.config is None else {"num_warps": self.config.num_warps, "num_stages": self.config.num_stages}
-            if compiled_only(self.kernel, (*args, *self.constexprs), **options):
-                return
-            binary = self.kernel[(self.grid,)](*args, *self.constexprs, **options)
-            self.quick = None if INTERPRETED else QuickLaunch(binary)
-            self.tensors = [n for n, x in enumerate(args) if isinstance(x, Tensor)]
-            return
-        flat = [*args, *self.constexprs]
-        for n in self.tensors:
-            flat[n] = flat[n].data_ptr()
-        if not self.quick.run(self.grid, self.device.index, flat):
-            self.quick.compiled[(self.grid, 1, 1)](*args, *self.constexprs)
 
 
 def strides(x: Tensor) -> tuple[int, int, int, int | None, int | None]:
@@ -71,25 +38,6 @@ def blocks_and_programs(problem: Problem, heads: int, rows: int, total: int, blo
         return tiles, problem.batch, tiles * heads
     blocks = -(-rows // block)
     return blocks, problem.batch * heads, blocks * problem.batch * heads
-
-
-class Tail:
-    """Plan of what packed tensors hold behind the last sequence.
-
-    Args:
-        tensors: O or dQ, dK, dV: (total, H, columns), and LSE, row_max: (H, total); None where there is none.
-    """
-
-    def __init__(self, problem: Problem, device: torch.device, *tensors: Tensor | None) -> None:
-        self.shapes = [  # (row stride, head stride, heads, columns)
-            () if x is None else (1, x.stride(0), x.shape[0], 1) if x.dim() == 2 else (*x.stride()[:2], *x.shape[1:])
-            for x in tensors
-        ]
-        self.sizes = (problem.batch, problem.total_q, problem.total_k)
-        self.kernel = Launch(attn_tail_kernel, TAIL_PROGRAMS, (TAIL_BLOCK,), None, device)
-
-    def __call__(self, extras: Extras, *tensors: Tensor | None) -> None:
-        self.kernel(*tensors, *self.shapes, extras.cu_seqlens_q, extras.cu_seqlens_k, *self.sizes)
 
 
 class _Plan:

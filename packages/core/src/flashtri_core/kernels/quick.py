@@ -6,10 +6,12 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from triton.runtime import driver
 
-from .._jit import triton_version
+from .._jit import INTERPRETED, triton_version
+from ..tuning import Config
 
 OLDEST, NEWEST = (3, 6), (3, 9)  # what `flashtri_core.testing.host_path` has been run with at both ends
 
@@ -71,3 +73,34 @@ class QuickLaunch:
             self.raw = None
             return False
         return True
+
+
+class Launch:
+    """One kernel on one grid. The first call compiles (or finds) the binary, later calls skip Triton's argument binding.
+
+    A binary depends on the types of the arguments, on which integers are 1 or divisible by 16 and on which pointers are
+    aligned. Whoever keeps a Launch must call it with arguments that agree in all of that, see ``ops._forward_key``, and on
+    the current device. Called with meta tensors it compiles and runs nothing.
+    """
+
+    def __init__(self, kernel: Any, grid: int, constexprs: tuple[Any, ...], config: Config | None, device: torch.device):
+        self.kernel, self.grid, self.constexprs, self.config, self.device = kernel, grid, constexprs, config, device
+        self.quick: QuickLaunch | None = None
+        self.tensors: list[int] = []  # where tensors stand among the arguments
+
+    def __call__(self, *args: Any) -> None:
+        if self.grid == 0:
+            return
+        if self.quick is None:
+            options = {} if self.config is None else {"num_warps": self.config.num_warps, "num_stages": self.config.num_stages}
+            if compiled_only(self.kernel, (*args, *self.constexprs), **options):
+                return
+            binary = self.kernel[(self.grid,)](*args, *self.constexprs, **options)
+            self.quick = None if INTERPRETED else QuickLaunch(binary)
+            self.tensors = [n for n, x in enumerate(args) if isinstance(x, Tensor)]
+            return
+        flat = [*args, *self.constexprs]
+        for n in self.tensors:
+            flat[n] = flat[n].data_ptr()
+        if not self.quick.run(self.grid, self.device.index, flat):
+            self.quick.compiled[(self.grid, 1, 1)](*args, *self.constexprs)

@@ -164,7 +164,7 @@ def compile_only(capability: int) -> Iterator[list[tuple[Any, Any]]]:
     """
     from triton.runtime import driver
 
-    from ..kernels import launch
+    from ..kernels import launch, quick
 
     target = Target(capability, SHARED_MEMORY[capability])
     found: list[tuple[Any, Any]] = []
@@ -175,7 +175,7 @@ def compile_only(capability: int) -> Iterator[list[tuple[Any, Any]]]:
         found.append((self.kernel.warmup(*args, *self.constexprs, grid=(1,), **options), config))
 
     with (
-        mock.patch.object(launch.Launch, "__call__", compile_instead),
+        mock.patch.object(quick.Launch, "__call__", compile_instead),
         mock.patch.object(launch, "target_of", lambda device: target),
     ):
         previous = driver._active

@@ -14,13 +14,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ...problem import Extras, Problem
 from ...target import maker, target_of
 from ...variants import MASKS, assemble, sink
-from ..launch import Tail
+from ..launch_tail import Tail
 from ..quick import compiled_only
 from . import launch_forward
 from .backward import attn_bwd_hopper
 from .backward_ends import attn_bwd_after_kernel, attn_bwd_before_kernel
-from .backward_split import attn_bwd_dq_hopper
-from .backward_wide import attn_bwd_wide_hopper
 from .common import Block, Constants, Launch, four_axes, tma_reason
 
 
@@ -495,11 +493,16 @@ def jobs(
     p: Plan, problem: Problem, do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     extras: Extras, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, work: Workspace, delta_rows: Tensor | None,
 ) -> list[tuple[Any, int, tuple[Any, ...]]]:  # fmt: skip
-    """(kernel, grid, arguments) of every launch of one backward, in order."""
+    """(kernel, grid, arguments) of every launch of one backward, in order.
+
+    The kernels that few problems need are imported here: each takes 15 ms, of every process's first call.
+    """
     before = before_arguments(p, problem, do, dlse, out, lse, extras, work, delta_rows)
     found: list[tuple[Any, int, tuple[Any, ...]]] = [(attn_bwd_before_kernel, p.stat_blocks, before)]
     if dk is not None and dv is not None:
-        main = attn_bwd_hopper if p.config.d <= 128 else attn_bwd_wide_hopper
+        main = attn_bwd_hopper
+        if p.config.d > 128:
+            from .backward_wide import attn_bwd_wide_hopper as main
         found.append((main, p.grid, fused_arguments(p, problem, do, q, k, v, work, dq, dk, dv, extras)))
     if p.config.whole_head:
         return found
@@ -508,6 +511,8 @@ def jobs(
     if programs:
         found.append((attn_bwd_after_kernel, programs, after_arguments(p, problem, extras, work, dq, dk, dv)))
     if dq is not None and not summed:
+        from .backward_split import attn_bwd_dq_hopper
+
         found.append((attn_bwd_dq_hopper, p.dq_grid, dq_arguments(p, problem, do, q, k, v, work, dq, extras)))
     return found
 

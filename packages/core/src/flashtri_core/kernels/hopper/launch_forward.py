@@ -13,7 +13,7 @@ from ..._jit import triton_version
 from ...problem import Extras, Problem
 from ...target import target_of
 from ...variants import MASKS, assemble
-from ..launch import Tail
+from ..launch_tail import Tail
 from .common import Block, Constants, Launch, for_triton, four_axes, tma_reason
 from .forward import attn_fwd_hopper
 

@@ -28,8 +28,8 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from ... import dispatch, ops
-from ...kernels import launch, tail
-from ...kernels.hopper import launch_backward, launch_forward
+from ...kernels import launch_tail, quick
+from ...kernels.hopper import backward_split, backward_wide, launch_backward, launch_forward
 from ...target import SHARED_MEMORY, Target
 from ..aot import StubDriver
 from .assembly import MEMORIES
@@ -115,8 +115,11 @@ def emulate(
     for module in (launch_forward, launch_backward):
         replaced.append((module, "Launch", Launch))
         replaced += [(module, n, Kernel(emulator, x)) for n, x in vars(module).items() if isinstance(x, JITFunction)]
-    replaced.append((launch, "attn_tail_kernel", Kernel(emulator, tail.attn_tail_kernel)))
-    replaced.append((launch, "QuickLaunch", lambda compiled: None))
+    for module, name in (
+        (backward_split, "attn_bwd_dq_hopper"), (backward_wide, "attn_bwd_wide_hopper"), (launch_tail, "attn_tail_kernel")
+    ):  # fmt: skip
+        replaced.append((module, name, Kernel(emulator, getattr(module, name))))
+    replaced.append((quick, "QuickLaunch", lambda compiled: None))
     caches: list[dict[Any, Any]] = [ops._plans, launch_forward._counters]
     with ExitStack() as stack:
         for cache in caches:
