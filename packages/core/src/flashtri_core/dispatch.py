@@ -39,19 +39,18 @@ def choose(problem: Problem, device: torch.device, impl: str, deterministic: boo
     reason = triton_ready(device, problem.dtype)
     if reason:
         return Support(False, named + reason, "")
-    reason = _unfit(problem, device) if impl in ("auto", "triton") else ""
-    if impl == "triton":
-        return Support(not reason, named + reason if reason else "", "" if reason else "triton")
-    hopper_reason = hopper_forward_reason(problem, device)
-    if impl == "hopper" and deterministic and not hopper_reason:
-        from .kernels.hopper import launch_backward
+    if impl != "triton":
+        reason = hopper_forward_reason(problem, device)
+        if impl == "hopper" and deterministic and not reason:
+            from .kernels.hopper import launch_backward
 
-        hopper_reason = launch_backward.problem_reason(problem, device, deterministic)
-    if not hopper_reason:
-        return Support(True, "", "hopper")
-    if impl == "hopper":
-        return Support(False, named + hopper_reason, "")
-    return Support(not reason, reason, "" if reason else "triton")
+            reason = launch_backward.problem_reason(problem, device, deterministic)
+        if not reason:
+            return Support(True, "", "hopper")
+        if impl == "hopper":
+            return Support(False, named + reason, "")
+    reason = _unfit(problem, device)
+    return Support(not reason, named + reason if reason else "", "" if reason else "triton")
 
 
 def _unfit(problem: Problem, device: torch.device) -> str:
