@@ -218,7 +218,7 @@ with tempfile.TemporaryDirectory() as folder:
         from flashtri_core.kernels.hopper import common
         driver.active.launcher_cls = lambda src, metadata: None
         mock.patch.object(JITFunction, "_do_compile", compile_nothing).start()
-        for launch in quick.QuickLaunch, common.Launch:
+        for launch in quick.QuickLaunch, common.Launches:
             mock.patch.object(launch, "__init__", lambda self, *arguments: None).start()
         kernels = [x for name, m in list(sys.modules.items()) if name.startswith("flashtri_core.kernels")
                    for x in vars(m).values() if isinstance(x, JITFunction)]

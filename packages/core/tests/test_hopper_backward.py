@@ -14,8 +14,8 @@ from flashtri_core.testing import aot
 from flashtri_core.testing.cases import problem
 
 triton = pytest.importorskip("triton", reason="Triton exists on Linux only")
+from flashtri_core.kernels.hopper import common, launch_forward  # noqa: E402
 from flashtri_core.kernels.hopper import launch_backward as hopper  # noqa: E402
-from flashtri_core.kernels.hopper import launch_forward  # noqa: E402
 
 HEAD_DIMS = [(64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256)]
 
@@ -185,7 +185,7 @@ def compiled(p, extras, tensors, deterministic, config=None):
     lse = torch.empty(q.shape[:3] if q.dim() == 4 else (q.shape[1], q.shape[0]))
     work = hopper.workspace(plan, torch.empty(sum(plan.workspace)))
     for kernel, _grid, arguments in hopper.jobs(plan, p, out, None, q, k, v, out, lse, extras, q, k, v, work, None):
-        binary = kernel.warmup(*hopper.for_triton(arguments), num_warps=4, grid=(1,))
+        binary = kernel.warmup(*common.for_triton(arguments), num_warps=4, grid=(1,))
         yield aot.resources(binary, 90, disassemble=True)
 
 

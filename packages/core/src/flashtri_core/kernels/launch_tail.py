@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -26,6 +28,11 @@ class Tail:
         ]
         self.sizes = (problem.batch, problem.total_q, problem.total_k)
         self.kernel = Launch(attn_tail_kernel, TAIL_PROGRAMS, (TAIL_BLOCK,), None, device)
+
+    def job(self, extras: Extras, *tensors: Tensor | None) -> tuple[Any, int, tuple[Any, ...]]:
+        """(kernel, grid, arguments) of the launch, for whoever launches it among others."""
+        arguments = *tensors, *self.shapes, extras.cu_seqlens_q, extras.cu_seqlens_k, *self.sizes
+        return self.kernel.kernel, self.kernel.grid, (*arguments, *self.kernel.constexprs)
 
     def __call__(self, extras: Extras, *tensors: Tensor | None) -> None:
         self.kernel(*tensors, *self.shapes, extras.cu_seqlens_q, extras.cu_seqlens_k, *self.sizes)

@@ -6,7 +6,7 @@ and 3.9 for these kernels; the ahead-of-time tests compile every shipped configu
 
 from collections.abc import Sequence
 from dataclasses import fields
-from functools import lru_cache
+from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import driver
 
-from ..quick import QuickLaunch
+from ..direct import DriverLaunch, driver_launch, in_signature
 
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
@@ -182,17 +182,31 @@ class Constants:
         return repr(self._config)
 
 
-REMEMBERED = 1024  # encoded descriptors per argument: allocators hand out the same addresses again and again
 _HOST_TYPE = {8: 10, 9: 8, 10: 9}  # the float types are numbered differently on the device and in the driver's API
 
 
-def _encoder(shape: tuple[int, ...], strides: tuple[int, ...], meta: dict[str, Any]) -> Any:
-    """A function from an address to the encoded descriptor of a tensor there."""
-    utils = driver.active.utils
-    fill = getattr(utils, "fill_tma_descriptor_tiled", None) or utils.fill_tma_descriptor
-    kind = _HOST_TYPE.get(meta["elem_type"], meta["elem_type"])
-    swizzle, size, box = meta["swizzle"], meta["elem_size"], tuple(meta["block_size"])
-    return lru_cache(maxsize=REMEMBERED)(lambda address: fill(address, swizzle, size, kind, box, shape, strides, 0))
+class Encoded(dict[int, int]):
+    """Address of a tensor -> that of its encoded descriptor, which lives until it is forgotten, in some later look-up.
+
+    Allocators hand out the same addresses again and again.
+    """
+
+    REMEMBERED, BYTES = 1024, 128
+
+    def __init__(self, shape: tuple[int, ...], strides: tuple[int, ...], meta: dict[str, Any]) -> None:
+        utils = driver.active.utils
+        self.fill = getattr(utils, "fill_tma_descriptor_tiled", None) or utils.fill_tma_descriptor
+        kind = _HOST_TYPE.get(meta["elem_type"], meta["elem_type"])
+        self.layout = meta["swizzle"], meta["elem_size"], kind, tuple(meta["block_size"]), shape, strides, 0
+        self.kept: list[Any] = []
+
+    def __missing__(self, address: int) -> int:
+        if len(self) >= self.REMEMBERED:
+            self.clear()
+            self.kept.clear()
+        self.kept.append(self.fill(address, *self.layout))
+        found = self[address] = id(self.kept[-1]) + type(self.kept[-1]).__basicsize__ - self.BYTES  # it ends Triton's object
+        return found
 
 
 class Block(NamedTuple):
@@ -217,75 +231,83 @@ def four_axes(x: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(x.shape), strides
 
 
-class Launch(QuickLaunch):
-    """A compiled Gluon kernel and its arguments, with holes where the addresses of ``tensors`` go.
+Job = tuple[Any, int, tuple[Any, ...]]  # (kernel, grid, arguments), blocks as :class:`Block`
 
-    Triton's argument binder and the encoding of descriptors take about 90 us per call, several times what a short kernel
-    runs for. Here a call fills in addresses, and descriptors encoded before are found by address.
+
+class Launches:
+    """The kernels of a pass, launched by the driver's library with the addresses of this call's tensors.
+
+    Triton's argument binder and the encoding of descriptors take about 90 us per launch, several times what a short kernel
+    runs for. Here parameters lie as the driver takes them; a call writes in its addresses, unless they are those of the call
+    before, and descriptors encoded before are found by address. Hooks on Triton's launches (profilers') are not run.
 
     Args:
-        compiled: What Triton's own launch of the kernel returned.
-        args: The arguments of that launch, blocks as :class:`Block`.
-        tensors: Where the arguments' tensors come from: the same objects, each at one place, or None.
+        binaries: What Triton's own launches of the first call's ``jobs`` returned.
+        jobs: Those launches.
+        tensors: The first call's; the same objects as among the arguments, and each once.
+        parts: Of the first tensor, further ones among the arguments, with their offsets in bytes.
+        device: Index of the GPU.
     """
 
-    def __init__(self, compiled: Any, args: tuple[Any, ...], tensors: tuple[torch.Tensor | None, ...]) -> None:
-        super().__init__(compiled)
-        place = {id(x): n for n, x in enumerate(tensors) if x is not None}
-        metas = iter(compiled.metadata.tensordesc_meta or ())
-        self._flat: list[Any] = []
-        self._pointers: list[tuple[int, int]] = []
-        self._blocks: list[tuple[int, int, Any]] = []
-        self._nested: list[tuple[int, Any]] = []
-        for arg in args:
-            slot = len(self._flat)
-            self._flat.append(None)
-            if type(arg) is Block:
-                self._blocks.append((slot, place[id(arg.tensor)], _encoder(arg.shape, arg.strides, next(metas))))
-                self._flat += [*arg.shape, *arg.strides]
-            elif isinstance(arg, torch.Tensor):
-                self._pointers.append((slot, place[id(arg)]))
+    def __init__(
+        self, binaries: Sequence[Any], jobs: Sequence[Job], tensors: Sequence[torch.Tensor | None], device: int | None,
+        parts: Sequence[tuple[torch.Tensor | None, int]] = (),
+    ) -> None:  # fmt: skip
+        self.binaries, self._device, self._stream_of = binaries, device, driver.active.get_current_stream
+        self._place = {id(x): n for n, x in enumerate((*tensors, *(x for x, _ in parts)))}
+        self._offsets = [offset for _, offset in parts]
+        self._lock = Lock()  # the driver's library lets other threads run
+        self._where: list[int] = []  # the addresses that are written in
+        self._stream = 0
+        self._words: list[tuple[Any, int, int]] = []  # where to write which of them
+        self._descriptors: list[tuple[Any, int, int, Encoded]] = []  # where to write whose descriptor's
+        pairs = zip(binaries, jobs, strict=True) if all(map(DriverLaunch.takes, binaries)) else ()
+        self._launches = [self._laid_out(binary, grid, arguments) for binary, (_, grid, arguments) in pairs]
+
+    def _laid_out(self, binary: Any, grid: int, arguments: tuple[Any, ...]) -> DriverLaunch:
+        metas = iter(binary.metadata.tensordesc_meta or ())
+        numbers: list[float] = []
+        words, descriptors = [], []
+        for x in in_signature(binary.src.signature.values(), arguments):
+            if type(x) is Block:
+                descriptors.append((len(numbers), self._place[id(x.tensor)], Encoded(x.shape, x.strides, next(metas))))
+                numbers += 0, *x.shape, *x.strides
+            elif isinstance(x, torch.Tensor):
+                words.append((len(numbers), self._place[id(x)]))
+                numbers.append(0)
             else:
-                self._flat[slot], holes = _with_holes(arg, place)
-                if holes:
-                    self._nested.append((slot, self._flat[slot]))
+                numbers.append(x)
+        launch = DriverLaunch(binary, grid, numbers)
+        self._words += [(launch.words, *word) for word in words]
+        self._descriptors += [(launch.pointers, *descriptor) for descriptor in descriptors]
+        return launch
 
-    def launch(self, grid: int, device: int, where: Sequence[int]) -> bool:
-        """Run with the tensors at these addresses, in the order of ``tensors``; False as :meth:`run`."""
-        flat = self._flat.copy()
-        for slot, n in self._pointers:
-            flat[slot] = where[n]
-        for slot, n, encode in self._blocks:
-            flat[slot] = encode(where[n])
-        for slot, arg in self._nested:
-            flat[slot] = _filled(arg, where)
-        return self.run(grid, device, flat)
+    def run(self, where: list[int]) -> bool:
+        """Launch with tensors at these addresses on the current stream; False where that is left to Triton."""
+        stream, launch_one = self._stream_of(self._device), driver_launch()
+        with self._lock:
+            if where != self._where or stream != self._stream:
+                self._write(where, stream)
+            for launch in self._launches:
+                if launch_one(*launch.arguments):
+                    return False  # Triton's launcher says why, or gives this thread its context
+        return bool(self._launches)
 
-    def run_slowly(self, grid: int, args: tuple[Any, ...]) -> None:
+    def _write(self, where: list[int], stream: int) -> None:
+        self._where = []
+        for launch in self._launches:
+            launch.config.stream = stream
+        addresses = [*where, *[where[0] + offset for offset in self._offsets]]
+        for words, n, place in self._words:
+            words[n] = addresses[place]
+        for pointers, n, place, encoded in self._descriptors:
+            pointers[n] = encoded[addresses[place]]
+        self._where, self._stream = where, stream
+
+    def run_slowly(self, jobs: Sequence[Job]) -> None:
         """The same through Triton's own launcher."""
-        self.compiled[(grid, 1, 1)](*for_triton(args))
-
-
-class _Hole(NamedTuple):
-    """Stands for the address of the tensor at ``place``."""
-
-    place: int
-
-
-def _with_holes(arg: Any, place: dict[int, int]) -> tuple[Any, bool]:
-    """A tuple with its tensors replaced by holes, and whether there were any; anything else as it is."""
-    if isinstance(arg, torch.Tensor):
-        return _Hole(place[id(arg)]), True
-    if not isinstance(arg, tuple):
-        return arg, False
-    parts = [_with_holes(x, place) for x in arg]
-    return tuple(x for x, _ in parts), any(holes for _, holes in parts)
-
-
-def _filled(arg: Any, where: Sequence[int]) -> Any:
-    if type(arg) is _Hole:
-        return where[arg.place]
-    return tuple([_filled(x, where) for x in arg]) if isinstance(arg, tuple) else arg
+        for binary, (_kernel, grid, arguments) in zip(self.binaries, jobs, strict=True):
+            binary[(grid, 1, 1)](*for_triton(arguments))
 
 
 def for_triton(args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -8,10 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ...problem import Extras, Problem
+from ...problem import NO_EXTRAS, Extras, Problem
 from ...target import maker, target_of
 from ...variants import MASKS, assemble, sink
 from ..launch_tail import Tail
@@ -19,7 +17,7 @@ from ..quick import compiled_only
 from . import launch_forward
 from .backward import attn_bwd_hopper
 from .backward_ends import attn_bwd_after_kernel, attn_bwd_before_kernel
-from .common import Block, Constants, Launch, four_axes, tma_reason
+from .common import Block, Constants, Job, Launches, for_triton, four_axes, tma_reason
 
 
 @dataclass(frozen=True)
@@ -477,28 +475,16 @@ def dq_arguments(
 
 
 # ------------------------------------------------------------------------------------------------------------- launch
-def for_triton(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments with every :class:`.Block` as the descriptor object that Triton knows; the statistics' are fp32."""
-    return tuple(_descriptor(arg) if type(arg) is Block else arg for arg in arguments)
-
-
-def _descriptor(block: Block) -> TensorDescriptor:
-    if block.tensor.dtype != torch.float32:
-        return block.for_triton()
-    layout = gl.NVMMASharedLayout.get_default_for(list(block.box), gl.float32)
-    return TensorDescriptor(block.tensor, list(block.shape), list(block.strides), list(block.box), layout)
-
-
 def jobs(
     p: Plan, problem: Problem, do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     extras: Extras, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, work: Workspace, delta_rows: Tensor | None,
-) -> list[tuple[Any, int, tuple[Any, ...]]]:  # fmt: skip
+) -> list[Job]:  # fmt: skip
     """(kernel, grid, arguments) of every launch of one backward, in order.
 
     The kernels that few problems need are imported here: each takes 15 ms, of every process's first call.
     """
     before = before_arguments(p, problem, do, dlse, out, lse, extras, work, delta_rows)
-    found: list[tuple[Any, int, tuple[Any, ...]]] = [(attn_bwd_before_kernel, p.stat_blocks, before)]
+    found: list[Job] = [(attn_bwd_before_kernel, p.stat_blocks, before)]
     if dk is not None and dv is not None:
         main = attn_bwd_hopper
         if p.config.d > 128:
@@ -532,7 +518,7 @@ class Backward:
         self, problem: Problem, deterministic: bool = False, config: BackwardConfig | None = None
     ) -> None:
         self.problem, self.deterministic, self.config = problem, deterministic, config
-        self.launches: list[tuple[Launch, int]] = []  # with their grids
+        self.launches: Launches | None = None
         self.copy_do = False
 
     def __call__(
@@ -546,52 +532,52 @@ class Backward:
         """
         if dbias is not None:
             raise NotImplementedError("attn_bias has no Hopper backward; supports() says so")
-        device = q.device
-        first = not self.launches
-        if first:
+        if self.launches is None:
+            device = q.device
             self.copy_do = bool(tma_reason("do", do))
             config, multiprocessors = self.config, target_of(device).multiprocessors
             if width(self.problem) <= 128 and (dq is None or dk is None):
                 config = config or shared(split_tiles(self.problem), self.problem, multiprocessors)
             self.plan = plan(self.problem, self.deterministic, config, multiprocessors)
             self.behind = Tail(self.problem, device, dq, dk, dv, None, None)
-            self.offsets = [4 * n for n in accumulate(self.plan.workspace, initial=0)]  # in bytes; the last is the end
-            self.new_memory = maker(lse.new_empty(self.offsets[-1] >> 2))  # one allocation, and addresses, no views of it
-        if self.problem.varlen:
-            self.behind(extras, dq, dk, dv, None, None)
+            self.new_memory = maker(lse.new_empty(sum(self.plan.workspace)))  # one allocation
         if self.plan.config.d > 128:
             dk, dv = (torch.empty_like(x) if y is None else y for x, y in ((k, dk), (v, dv)))
         if self.copy_do:
             do = do.clone(memory_format=torch.contiguous_format)  # contiguous() keeps a dense tensor at a bad address
         delta_rows = lse.new_empty(lse.shape) if dsink is not None else None
-        tensors = (do, dlse, q, k, v, out, lse, *extras, dq, dk, dv, delta_rows)
         memory = self.new_memory()
-        if first:
-            # Told apart even where one comes twice, as in flash_attn(x, x, x).
-            tensors = (*(None if x is None else x.detach() for x in tensors), *workspace(self.plan, memory))
-            for kernel, grid, arguments in self._jobs(tensors):
-                given = for_triton(arguments)
-                if not compiled_only(kernel, given, num_warps=4):
-                    self.launches.append((Launch(kernel[(grid,)](*given, num_warps=4), arguments, tensors), grid))
-        else:
-            start = memory.data_ptr()
-            where = [0 if x is None else x.data_ptr() for x in tensors]
-            where += [start + offset for offset in self.offsets]
-            for number, (launch, grid) in enumerate(self.launches):
-                if not launch.launch(grid, device.index, where):  # Triton's own path serves
-                    own = (*tensors, *workspace(self.plan, memory))
-                    launch.compiled[(grid, 1, 1)](*for_triton(self._jobs(own)[number][2]))
+        given = () if extras is NO_EXTRAS else extras
+        tensors = (memory, do, dlse, q, k, v, out, lse, dq, dk, dv, delta_rows, *given)
+        if self.launches is None:
+            self._launch_first(*(None if x is None else x.detach() for x in tensors))
+        elif not self.launches.run([0 if x is None else x.data_ptr() for x in tensors]):
+            self.launches.run_slowly(self._jobs(workspace(self.plan, memory), *tensors[1:]))
         if dsink is None or dsink.is_meta:  # torch's arithmetic without memory imports its compiler
             return
         if delta_rows is not None and extras.learnable_sink is not None:
             dsink.copy_(sink.gradient(extras.learnable_sink, lse, delta_rows, lse.dim() - 2))
 
-    def _jobs(self, tensors: tuple[Tensor | None, ...]) -> list[tuple[Any, int, tuple[Any, ...]]]:
-        do, dlse, q, k, v, out, lse, *extras, dq, dk, dv, delta_rows = tensors[: -len(Workspace._fields)]
-        work = Workspace(*tensors[-len(Workspace._fields) :])  # type: ignore[arg-type]
-        return jobs(
-            self.plan, self.problem, do, dlse, q, k, v, out, lse, Extras(*extras), dq, dk, dv, work, delta_rows
-        )
+    def _launch_first(self, memory: Tensor, *tensors: Tensor | None) -> None:
+        """With tensors that are told apart even where a call has one twice, as ``flash_attn(x, x, x)`` does."""
+        own = workspace(self.plan, memory)
+        jobs = self._jobs(own, *tensors)
+        given = [(kernel, grid, for_triton(arguments)) for kernel, grid, arguments in jobs]
+        compiled = [compiled_only(kernel, arguments, num_warps=4) for kernel, _, arguments in given]
+        if any(compiled):
+            return
+        binaries = [kernel[(grid,)](*arguments, num_warps=4) for kernel, grid, arguments in given]
+        offsets = accumulate((4 * n for n in self.plan.workspace), initial=0)  # and the end
+        parts = [*zip(own, offsets, strict=False)]
+        self.launches = Launches(binaries, jobs, (memory, *tensors), memory.device.index, parts)
+
+    def _jobs(
+        self, own: Workspace, do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, delta_rows: Tensor | None, *given: Tensor | None,
+    ) -> list[Job]:  # fmt: skip
+        extras = Extras(*given)
+        found = jobs(self.plan, self.problem, do, dlse, q, k, v, out, lse, extras, dq, dk, dv, own, delta_rows)
+        return [self.behind.job(extras, dq, dk, dv, None, None), *found] if self.problem.varlen else found
 
 
 def backward(

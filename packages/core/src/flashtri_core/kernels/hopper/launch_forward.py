@@ -10,11 +10,11 @@ from torch import Tensor
 from triton.runtime import driver
 
 from ..._jit import triton_version
-from ...problem import Extras, Problem
+from ...problem import NO_EXTRAS, Extras, Problem
 from ...target import target_of
 from ...variants import MASKS, assemble
 from ..launch_tail import Tail
-from .common import Block, Constants, Launch, for_triton, four_axes, tma_reason
+from .common import Block, Constants, Job, Launches, for_triton, four_axes, tma_reason
 from .forward import attn_fwd_hopper
 
 OLDEST, NEWEST = (3, 6), (3, 9)  # Triton versions whose compiled code the ahead-of-time tests check
@@ -272,28 +272,35 @@ class Forward:
         self.plan = plan(problem, config, target_of(q.device).multiprocessors)
         self.dynamic = self.plan.config.order == "dynamic"
         self.behind = Tail(problem, q.device, out, None, None, lse, lse)
-        self.launch: Launch | None = None
+        self.launches: Launches | None = None
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, extras: Extras, out: Tensor, lse: Tensor, row_max: Tensor | None = None
     ) -> None:
         """Shapes as in :func:`flashtri_core.flash_attn`; runs on the current stream of the tensors' device, the current one."""
-        if self.problem.varlen:
-            self.behind(extras, out, None, None, lse, row_max)
         counter = _counter(self.device) if self.dynamic else None
-        tensors = (q, k, v, out, lse, row_max, counter, *extras)
-        grid = self.plan.grid
-        if self.launch is None:
-            tensors = tuple(None if x is None else x.detach() for x in tensors)  # told apart even where one comes twice
-            q, k, v, out, lse, row_max, counter, *rest = tensors
-            arguments = pack(self.plan, self.problem, q, k, v, Extras(*rest), out, lse, row_max, counter)
-            compiled = attn_fwd_hopper[(grid,)](*for_triton(arguments), num_warps=4, maxnreg=self.plan.registers)
-            self.launch = Launch(compiled, arguments, tensors)
-            return
-        if not self.launch.launch(grid, self.device.index, [0 if x is None else x.data_ptr() for x in tensors]):
-            self.launch.run_slowly(
-                grid, pack(self.plan, self.problem, q, k, v, extras, out, lse, row_max, counter)
-            )
+        tensors = (q, k, v, out, lse, row_max, counter, *(() if extras is NO_EXTRAS else extras))
+        if self.launches is None:
+            self._launch_first(tuple([None if x is None else x.detach() for x in tensors]))
+        elif not self.launches.run([0 if x is None else x.data_ptr() for x in tensors]):
+            self.launches.run_slowly(self._jobs(tensors))
+
+    def _launch_first(self, tensors: tuple[Tensor | None, ...]) -> None:
+        """With tensors that are told apart even where a call has one twice."""
+        jobs, registers = self._jobs(tensors), {attn_fwd_hopper: self.plan.registers}
+        binaries = [
+            kernel[(grid,)](*for_triton(arguments), num_warps=4, maxnreg=registers.get(kernel))
+            for kernel, grid, arguments in jobs
+        ]
+        self.launches = Launches(binaries, jobs, tensors, self.device.index)
+
+    def _jobs(self, tensors: tuple[Tensor | None, ...]) -> list[Job]:
+        q, k, v, out, lse, row_max, counter, *rest = tensors
+        extras = Extras(*rest)
+        assert q is not None and k is not None and v is not None and out is not None and lse is not None
+        arguments = pack(self.plan, self.problem, q, k, v, extras, out, lse, row_max, counter)
+        found: list[Job] = [(attn_fwd_hopper, self.plan.grid, arguments)]
+        return [self.behind.job(extras, out, None, None, lse, row_max), *found] if self.problem.varlen else found
 
 
 def forward(

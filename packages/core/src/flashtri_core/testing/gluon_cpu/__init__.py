@@ -18,7 +18,7 @@ beyond barriers and fences, denormals, and the hardware's own exp2, tanh and sum
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -72,17 +72,18 @@ class Kernel:
         return launch
 
 
-class Launch:
+class Launches:
     """Stands for the launchers' quick path, which there is none of: they take Triton's own."""
 
-    def __init__(self, compiled: Kernel, *arguments: Any) -> None:
-        self.compiled = compiled
+    def __init__(self, binaries: Sequence[Kernel], *arguments: Any) -> None:
+        self.binaries = binaries
 
-    def launch(self, grid: int, device: int, where: Any) -> bool:
+    def run(self, where: list[int]) -> bool:
         return False
 
-    def run_slowly(self, grid: int, args: tuple[Any, ...]) -> None:
-        self.compiled[(grid,)](*args)
+    def run_slowly(self, jobs: Any) -> None:
+        for binary, (_kernel, grid, arguments) in zip(self.binaries, jobs, strict=True):
+            binary[(grid,)](*arguments)
 
 
 @contextmanager
@@ -113,7 +114,7 @@ def emulate(
         (driver, "_active", StubDriver(target)),
     ]
     for module in (launch_forward, launch_backward):
-        replaced.append((module, "Launch", Launch))
+        replaced.append((module, "Launches", Launches))
         replaced += [(module, n, Kernel(emulator, x)) for n, x in vars(module).items() if isinstance(x, JITFunction)]
     for module, name in (
         (backward_split, "attn_bwd_dq_hopper"), (backward_wide, "attn_bwd_wide_hopper"), (launch_tail, "attn_tail_kernel")
