@@ -12,6 +12,7 @@ import torch.autograd.forward_ad as fwad
 from torch.utils.checkpoint import checkpoint
 
 from flashtri_core import ahead, dispatch, flash_attn, flash_attn_varlen, ops, target
+from flashtri_core.problem import NO_EXTRAS
 from flashtri_core.testing.cases import CASES, inputs, problem_of
 from flashtri_core.testing.plugin import REFERENCE, lanes
 
@@ -237,6 +238,31 @@ def test_a_plan_is_for_the_dtypes_that_hooks_return(changed, monkeypatch):
     assert len(made) == 1
     backward(torch.float64)
     assert len(made) == 2
+
+
+UNLIKE = {
+    "batch": lambda x: torch.zeros(2, *x.shape[1:]),
+    "heads": lambda x: x.new_zeros(1, 4, *x.shape[2:]),
+    "strides": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "dtype": lambda x: x.half(),
+    "device": lambda x: x.to("meta"),
+    "address": lambda x: torch.zeros(x.numel() + 1)[1:].view(x.shape),
+    "sign": lambda x: torch._neg_view(x),
+}
+
+
+@pytest.mark.parametrize("way", UNLIKE)
+@pytest.mark.parametrize("changed", range(3), ids="qkv")
+def test_a_likely_plan_is_for_tensors_that_are_like_those_before(way, changed, monkeypatch):
+    monkeypatch.setattr(ops, "_plans", {})
+    options = 6, 6, 1.0, False, -1, -1, 0.0, 0.0, False, "auto"
+    tensors = [torch.zeros(1, 2, 6, 8) for _ in range(3)]
+    for _ in range(2):  # the second call finds the plan by its key, and expects more of its kind
+        flash_attn(*tensors, softmax_scale=1.0)
+    assert ops.known(*tensors, NO_EXTRAS, options, False) is not None
+    assert any(type(plan) is ops.Likely for plan in ops._plans.values())
+    tensors[changed] = UNLIKE[way](tensors[changed])
+    assert ops.known(*tensors, NO_EXTRAS, options, False) is None
 
 
 @lanes()

@@ -103,7 +103,7 @@ def flash_attn(
             options = _options(
                 rows, keys, width, causal, softmax_scale, window_size, softcap, dropout_p, deterministic, impl
             )
-            plan = ops.known(q, k, v, options, return_max_logits)
+            plan = ops.known(q, k, v, NO_EXTRAS, options, return_max_logits)
             if plan is not None:
                 found = ops.attention(q, k, v, NO_EXTRAS, options, return_lse, return_max_logits, plan)
                 return _results(*found, return_lse, return_max_logits)
@@ -173,9 +173,29 @@ def flash_attn_varlen(
         >>> tuple(flash_attn_varlen(q, k, v, cu, cu, 4, 4, causal=True).shape)
         (7, 2, 8)
     """
-    q, k, v = _cast(q, k, v)
+    plain = not ops.watched(q, k, v, cu_seqlens_q, cu_seqlens_k)
+    if not plain or torch._C._is_any_autocast_enabled() or forward_ad._current_level >= 0:
+        q, k, v = _cast(q, k, v)
     if not (type(return_lse) is type(return_max_logits) is type(validate) is bool):
         _check_bools(FLAGS, return_lse, return_max_logits, validate)  # type: ignore[unreachable]
+    if (  # as in flash_attn, where no values are to be checked
+        plain and alibi_slopes is learnable_sink is attn_bias is attn_mask is seqused_k is None
+        and type(max_seqlen_q) is type(max_seqlen_k) is int
+        and not (_host_reads(cu_seqlens_q, validate) or _host_reads(cu_seqlens_k, validate))
+    ):  # fmt: skip
+        try:
+            _, _, width = q.shape
+        except (RuntimeError, ValueError):
+            width = 0
+        if width > 0:
+            options = _options(
+                max_seqlen_q, max_seqlen_k, width, causal, softmax_scale, window_size, softcap, dropout_p, deterministic, impl
+            )  # fmt: skip
+            extras = Extras(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+            plan = ops.known(q, k, v, extras, options, return_max_logits)
+            if plan is not None:
+                found = ops.attention(q, k, v, extras, options, return_lse, return_max_logits, plan)
+                return _results(*found, return_lse, return_max_logits)
     extras, options = _check_packed(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, softmax_scale, window_size, softcap,
         alibi_slopes, learnable_sink, attn_bias, attn_mask, dropout_p, seqused_k, deterministic, impl, validate,
@@ -500,9 +520,14 @@ def _check_index(name: str, x: Any, q: Tensor, validate: bool) -> tuple[Tensor, 
         raise ValueError(f"{name} must be on q's device {q.device}, got {x.device}")
     if validate:
         check_values(name, x)
-    read = validate or (x.is_cpu and not ops.looked_into(x))  # reading a CPU tensor waits for nothing
+    read = _host_reads(x, validate)
     as_int32 = x if x.dtype is torch.int32 and x.is_contiguous() else x.to(torch.int32).contiguous()
     return as_int32.resolve_neg(), x.tolist() if read else None
+
+
+def _host_reads(x: Tensor, validate: bool) -> bool:
+    """Whether the values are checked: reading a CPU tensor waits for nothing."""
+    return validate or (x.is_cpu and not ops.looked_into(x))
 
 
 def _check_cu(name: str, cu: Any, q: Tensor, validate: bool) -> tuple[Tensor, list[int] | None]:

@@ -118,20 +118,31 @@ def _layout(x: Tensor) -> tuple[Any, ...]:
     return x.shape, x.stride(), x.dtype, x.data_ptr() & 15 == 0, x.storage_offset() & 7 == 0
 
 
-def known(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...], return_max: bool) -> Plan | None:
-    """The plan of a call without optional tensors, if one like it has run before, which has then been checked too."""
-    likely = options, return_max, q.requires_grad
-    plan = _likely_plan(likely, q, k, v)
+def known(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: tuple[Any, ...], return_max: bool) -> Plan | None:
+    """The plan of a call of :func:`_simple` tensors, if one like it has run before, which has then been checked too."""
+    tensors = (q, k, v) if extras is NO_EXTRAS else (q, k, v, *(_simple(extras) or ()))
+    likely = options, return_max, q.requires_grad, len(tensors)
+    plan = _likely_plan(likely, *tensors)
     if plan is None:
         try:
-            if q.is_neg() or k.is_neg() or v.is_neg():
+            if any(x.is_neg() for x in tensors):
                 return None
-            plan = _plans.get(_forward_key(q, k, v, NO_EXTRAS, options, return_max))
+            plan = _plans.get(_forward_key(q, k, v, extras, options, return_max))
         except RuntimeError:  # nested and sparse tensors have no strides, wrapped ones no address
             return None
         if plan is not None:
-            _expect_again(likely, plan, q, k, v)
+            _expect_again(likely, plan, *tensors)
     return plan
+
+
+def _simple(extras: Extras) -> tuple[Any, ...] | None:
+    """What a call has beside q, k and v, each tensor once: nothing, or what packed calls have; None where there is more."""
+    if extras is NO_EXTRAS:
+        return ()
+    slopes, sink, bias, mask, cu_q, cu_k, used, rng = extras
+    if not slopes is sink is bias is mask is used is rng is None:
+        return None
+    return () if cu_q is None else (cu_q,) if cu_q is cu_k else (cu_q, cu_k)
 
 
 def resolved(*tensors: Tensor | None) -> tuple[Any, ...]:
@@ -150,7 +161,7 @@ def _remember(key: tuple[Any, ...], plan: Plan) -> Plan:
 
 
 def _likely_plan(options: tuple[Any, ...], *tensors: Tensor) -> Plan | None:
-    """The plan of a call without optional tensors, if it is the likely one: in a third of the time that a key takes."""
+    """The plan of a call, if it is the likely one of those with such options: in a third of the time that a key takes."""
     likely: Likely | None = _plans.get(options)
     if likely is None or not likely.is_like(*tensors):
         return None
@@ -243,8 +254,10 @@ def _backward(
     if _is_elsewhere(q):
         with torch.cuda.device(q.device):
             return _backward(do, dlse, q, k, v, out, lse, extras, options, need)
-    likely = options, need, q.requires_grad
-    plan = _likely_plan(likely, do, q, k, v, out, lse) if dlse is None and extras is NO_EXTRAS else None
+    others = _simple(extras) if dlse is None else None
+    tensors = (do, q, k, v, out, lse, *(others or ()))
+    likely = options, need, q.requires_grad, len(tensors)
+    plan = None if others is None else _likely_plan(likely, *tensors)
     if plan is None:
         if do.is_neg() or (dlse is not None and dlse.is_neg()):
             do, dlse = resolved(do, dlse)
@@ -253,8 +266,8 @@ def _backward(
         inputs = (do, dlse, q, k, v, out, lse, extras)
         key = _backward_key(*inputs, options, need)
         plan = _plans.get(key) or _backward_plan(key, *inputs, options, need)
-        if dlse is None and extras is NO_EXTRAS:
-            _expect_again(likely, plan, do, q, k, v, out, lse)
+        if others is not None:
+            _expect_again(likely, plan, do, *tensors[1:])
     fill, new_dq, new_dk, new_dv, new_dsink, new_dbias = plan
     grads = new_dq(), new_dk(), new_dv(), new_dsink(), new_dbias()
     fill(do, dlse, q, k, v, out, lse, extras, *grads)

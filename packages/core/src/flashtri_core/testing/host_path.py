@@ -8,6 +8,8 @@ It prints JSON, for the plain and for the Hopper kernels:
 
 ``same``      do repeated launches hand the driver what Triton's own path hands it, after a first call with one tensor
               for q, k and v and then with three others?
+``refused``   launches of forward and backward where the driver refuses the first: Triton, which gives a thread its context,
+              makes them all then
 ``replanned`` plans made after the first iteration of a training loop
 ``calls``     calls of Python functions and built-ins from this package, in one forward and in one backward
 ``first``     with ``--time``: seconds of the first forward and the first backward, compilers included where Triton's cache
@@ -64,9 +66,10 @@ int cuTensorMapEncodeTiled(uint64_t *map, int type, uint32_t rank, void *address
   for (uint32_t i = 0; i < rank; i++) map[2 + i] = size[i] ^ (uint64_t)box[i] << 40 ^ (i + 1 < rank ? stride[i] << 8 : 0);
   return 0;
 }
-int sizes[256], launched; /* bytes of each parameter of the launch to come, 0 behind the last */
+int sizes[256], launched, refuses; /* bytes of each parameter of the launch to come, 0 behind the last */
 uint64_t seen[32][3 + 16 * 256];
 int cuLaunchKernelEx(const uint32_t *config, void *f, void **params, void **extra) {
+  if (refuses) return refuses--, 201; /* no context */
   uint64_t *to = seen[launched++ % 32];
   to[0] = config[0]; to[1] = config[3]; to[2] = config[6]; /* programs, threads, shared memory */
   for (int i = 0; sizes[i]; i++) memcpy(to + 3 + 16 * i, params[i], sizes[i]);
@@ -125,12 +128,19 @@ class Recorder:
     def __init__(self, library: ctypes.CDLL) -> None:
         self.sizes = (ctypes.c_int * 256).in_dll(library, "sizes")
         self.launched = ctypes.c_int.in_dll(library, "launched")
+        self.refuses = ctypes.c_int.in_dll(library, "refuses")  # so many launches to come
         self.seen = ((ctypes.c_uint64 * (3 + 16 * 256)) * 32).in_dll(library, "seen")
 
     def expect(self, compiled: Any) -> None:
         """The next launch is of this kernel."""
         sizes = sizes_of(compiled.src.signature.values())
         self.sizes[: len(sizes) + 1] = [*sizes, 0]
+
+    def count(self, call: Callable[[], object], refused: int) -> int:
+        """Launches of a call, when the driver refuses the first few."""
+        self.launched.value, self.refuses.value = 0, refused
+        call()
+        return self.launched.value
 
     def of(self, call: Callable[[], object], quick: bool) -> list[list[int]]:
         """Parameters of every launch of a call, by the quick path or by Triton's own."""
@@ -176,7 +186,7 @@ def pretend_sm90() -> Iterator[None]:
     from triton.backends.nvidia import driver as nvidia
     from triton.runtime import driver
 
-    from .. import ahead, dispatch
+    from .. import ahead, dispatch, interface
     from ..kernels import launch
     from ..kernels.hopper import launch_backward, launch_forward
     from ..target import SHARED_MEMORY, Target
@@ -203,6 +213,7 @@ def pretend_sm90() -> Iterator[None]:
             (launch_forward, "target_of", lambda device: target),
             (launch_backward, "target_of", lambda device: target),
             (launch_forward, "problem_reason", lambda problem, device: reason(problem, cuda)),
+            (interface, "_host_reads", lambda x, validate: validate),
             (torch.cuda, "is_current_stream_capturing", lambda: False),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
@@ -322,7 +333,7 @@ def packed_is_same(impl: str, heads: tuple[int, int], recorder: Recorder) -> boo
 
 def examine(impl: str, recorder: Recorder, timed: bool) -> dict[str, Any]:
     """The figures of the module's docstring for one implementation."""
-    from .. import dispatch, flash_attn
+    from .. import dispatch, flash_attn, flash_attn_varlen
 
     x, *others = (torch.zeros(1, 2, 64, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(4))
     do = torch.zeros(1, 2, 64, 64, dtype=torch.bfloat16)
@@ -345,10 +356,14 @@ def examine(impl: str, recorder: Recorder, timed: bool) -> dict[str, Any]:
     calls = {}
     out = forward()
     backward = lambda: torch.autograd.grad(out, others, do, retain_graph=True)
-    for name, call in (("forward", forward), ("backward", backward)):
+    q, k, v = [y.detach().flatten(0, 1).transpose(0, 1).contiguous() for y in others]
+    cu = torch.tensor([0, 30, 64], dtype=torch.int32)
+    packed_forward = lambda: flash_attn_varlen(q, k, v, cu, cu, 34, 34, causal=True, impl=impl)
+    for name, call in (("forward", forward), ("backward", backward), ("packed forward", packed_forward)):
         with same_memory() as again:
-            call()  # from now on every address is known
-            again()
+            for _ in range(2):  # from now on every address is known, and the likely plan
+                call()
+                again()
             calls[name] = calls_of(call)
     packed = (
         [(2, 2)] if impl == "triton" else [(2, 2), (16, 1)]
@@ -356,6 +371,7 @@ def examine(impl: str, recorder: Recorder, timed: bool) -> dict[str, Any]:
     report: dict[str, Any] = {
         "same": same(lambda: both(*others), recorder)
         and all(packed_is_same(impl, heads, recorder) for heads in packed),
+        "refused": recorder.count(lambda: both(*others), 1) if impl == "hopper" else 4,
         "replanned": replanned,
         "calls": calls,
     }

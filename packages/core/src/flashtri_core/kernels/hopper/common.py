@@ -1,4 +1,4 @@
-"""What the Hopper kernels share: names that differ between Triton versions, named barriers, descriptors, a quick launch.
+"""What the Hopper kernels share: names that differ between Triton versions, named barriers, descriptors, launches.
 
 Gluon is experimental and renames things with every minor version. The aliases below are all that differs between 3.6
 and 3.9 for these kernels; the ahead-of-time tests compile every shipped configuration on each version.
