@@ -141,6 +141,28 @@ def test_warning_filters_stay_as_they_were(driver):
     assert warnings.filters == before
 
 
+HASH = """
+import json, threading, torch
+found = {}
+import flashtri_core
+from flashtri_core import ahead
+from triton.runtime import cache
+ours = [call for call, _ in torch.cuda._queued_calls if call.__module__ == ahead.__name__]
+found["import"] = threading.active_count(), cache.triton_key.cache_info().misses
+for call in ours:
+    call()  # as torch does when CUDA is initialised
+ahead.wait_for_hash()
+found["initialised"] = threading.active_count(), cache.triton_key.cache_info().misses
+print(json.dumps(found))
+"""
+
+
+def test_triton_is_hashed_when_cuda_is_initialised():
+    """Not before: a process without a GPU has no use for it, and one that still forks wants no thread."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    assert output_of(HASH) == {"import": [1, 0], "initialised": [1, 1]}
+
+
 PROGRAM = """
 import hashlib, json, sys, tempfile, threading, torch, triton
 from pathlib import Path

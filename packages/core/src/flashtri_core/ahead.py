@@ -1,6 +1,7 @@
-"""A backward's kernels, compiled beside the forward's: the first call then takes little longer than the slower of the two.
+"""What the first call needs, done earlier or side by side: a backward's kernels and Triton's hash of itself.
 
-Threads compile while the forward does, and have ended before the forward returns: nothing is left behind that could meet
+The backward's kernels are compiled beside the forward's, so that the first call takes little longer than the slower of the
+two. Threads compile while the forward does, and have ended before the forward returns: nothing is left behind that could meet
 a fork, a captured graph, or the end of the process. They touch no tensor's memory. The backward looks its kernels up like
 any other, finds them or compiles them, and so is the one that raises where that fails.
 """
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._jit import HAS_TRITON, INTERPRETED
 from .problem import Problem
 from .target import target_of
 
@@ -26,6 +28,33 @@ NAME = "flashtri-backward"  # of the threads
 KERNELS = 4  # of a backward, at most; packed tensors have a fifth, a small one
 #: Kinds of calls whose backward a thread has been at.
 _tried: set[tuple[Any, ...]] = set()
+
+
+def _hash_triton() -> None:
+    """Triton's hash of itself, 0.3 s for 400 MB, is in the name of every kernel on disk. It is kept for the process."""
+    from triton.runtime import cache
+
+    with suppress(Exception):  # whoever compiles will hear of it
+        getattr(cache, "triton_key", lambda: None)()
+
+
+#: Hashes while torch makes the device's context, both without Python's lock. A process that has a context does not fork.
+_hashing = Thread(target=_hash_triton, name="flashtri-hash")
+
+
+def _start_hashing() -> None:
+    with suppress(RuntimeError):  # the process may have no more threads
+        _hashing.start()
+
+
+if HAS_TRITON and not INTERPRETED and not torch.cuda.is_initialized():
+    getattr(torch.cuda, "_lazy_call", lambda call: None)(_start_hashing)  # when CUDA is
+
+
+def wait_for_hash() -> None:
+    """Let the thread that hashes Triton end, if there is one: two of them would take twice as long."""
+    if _hashing.ident is not None:
+        _hashing.join()
 
 
 def due(problem: Problem, device: torch.device, *others: Any) -> bool:
@@ -71,11 +100,10 @@ def beside(compilation: Callable[[], object], device: int) -> Iterator[None]:
     Each kernel that it asks Triton for is compiled in a thread of its own.
     """
     from triton import AsyncCompileMode
-    from triton.runtime import cache, driver
+    from triton.runtime import driver
 
     driver.active.get_current_device()  # loads Triton's driver module, which two threads would do twice
-    hash_of_triton = getattr(cache, "triton_key", lambda: None)
-    hash_of_triton()  # likewise; its hundreds of steps would each wait for the other thread
+    _hash_triton()  # likewise; its hundreds of steps would each wait for the other thread
 
     def built(compile_one: Callable[[], Any]) -> Any:
         binary = compile_one()

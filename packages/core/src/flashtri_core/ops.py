@@ -219,6 +219,7 @@ def _forward_plan(
     fill, *makers = _remember(
         key, (dispatch.forward_plan(problem, impl, q, k, v, extras, out, lse), maker(out), maker(lse))
     )
+    ahead.wait_for_hash()
     compiles = need and impl != "reference" and all(_aligned(q, k, v, *extras))  # outlines are aligned
     if compiles and ahead.due(problem, q.device, impl, deterministic, need):
         fill = partial(_fill_beside_backward, fill, problem, impl, deterministic, need)
