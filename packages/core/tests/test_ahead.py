@@ -259,7 +259,7 @@ with tempfile.TemporaryDirectory() as folder:
                     continue
                 beside = [kernel for kernel, thread in forward if thread == "flashtri-backward"]
                 found[f"{impl} {name}"] = beside, [kernel for kernel, _ in seen[len(forward):]]
-print(json.dumps(found))
+print(json.dumps([found, "torch._dynamo" in sys.modules]))
 """
 
 
@@ -275,8 +275,9 @@ def output_of(program, *arguments):
 @pytest.mark.aot
 def test_whatever_the_features_nothing_is_left_to_compile():
     """By the keys of Triton's cache. Misaligned tensors are left to the backward: outlines have no such address."""
-    found = output_of(KEYS)
+    found, dynamo = output_of(KEYS)
     assert len(found) > 100
+    assert not dynamo  # which torch imports for arithmetic with tensors without memory, in a second or two
     misaligned = {name for name in found if "misaligned" in name}
     assert misaligned
     assert {name for name, (_, late) in found.items() if late} == misaligned

@@ -40,6 +40,9 @@ def kernel_args(mask: Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
 def summarise(mask: Tensor) -> Tensor:
     """int8 ``(b, h, rows / 128, keys / 128)``: 1 where the block shows anything; axes of size 1 stay 1."""
     rows, keys = mask.shape[-2:]
+    if mask.is_meta:  # to compile for; torch's arithmetic without memory imports its compiler
+        blocks = [1 if n == 1 else -(-n // SUMMARY_BLOCK) for n in (rows, keys)]
+        return mask.new_empty((*mask.shape[:-2], *blocks), dtype=torch.int8)
     pad = [0 if n == 1 else -n % SUMMARY_BLOCK for n in (keys, rows)]
     flags = F.pad(mask, (0, pad[0], 0, pad[1])) if any(pad) else mask
     if keys != 1:
