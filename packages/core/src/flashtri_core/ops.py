@@ -428,6 +428,8 @@ class _Eager(torch.autograd.Function):
             return *_gradients(ctx, _by_operator, do, dlse, need), None
 
 
+#: A node's call, without torch's search for the function that it is.
+_Eager._backward_cls.apply = _Eager.backward  # type: ignore[attr-defined]
 #: ``_Eager.apply`` without the search for functorch that ``watched`` makes as well, and for less.
 _eager: Callable[..., Any] = super(torch.autograd.Function, _Eager).apply
 _PLAIN = {Tensor, Parameter}
