@@ -47,6 +47,10 @@ def test_what_the_driver_refuses_triton_launches(report):
     assert report["hopper"]["refused"] == 4
 
 
+def test_threads_do_not_write_into_each_others_parameters(report):
+    assert report["hopper"]["undisturbed"]
+
+
 @pytest.mark.parametrize("impl", CEILING)
 @pytest.mark.parametrize("op", CEILING["hopper"])
 def test_a_repeated_call_takes_few_steps(report, impl, op):

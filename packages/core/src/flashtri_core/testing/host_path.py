@@ -10,6 +10,7 @@ It prints JSON, for the plain and for the Hopper kernels:
               for q, k and v and then with three others?
 ``refused``   launches of forward and backward where the driver refuses the first: Triton, which gives a thread its context,
               makes them all then
+``undisturbed``  do two threads that launch the same at a time hand over what is theirs?
 ``replanned`` plans made after the first iteration of a training loop
 ``calls``     calls of Python functions and built-ins from this package, in one forward and in one backward
 ``first``     with ``--time``: seconds of the first forward and the first backward, compilers included where Triton's cache
@@ -31,6 +32,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -308,6 +310,27 @@ def same(call: Callable[[], object], recorder: Recorder, launches: int = 4) -> b
     return len(seen[0]) == launches and seen[0] == seen[1] == seen[2]
 
 
+def undisturbed(call: Callable[[], object], other_call: Callable[[], object]) -> bool:
+    """Does the thread that is launching, which lets others run, keep its parameters when another one launches the same?"""
+    from ..kernels.direct import driver_launch
+    from ..kernels.hopper import common
+
+    real, other, kept = driver_launch(), threading.Thread(target=other_call), []
+
+    def launch(*arguments: Any) -> int:
+        if other.ident is None:
+            before = [ctypes.c_uint64.from_address(where).value for where in arguments[2]]
+            other.start()
+            other.join(0.2)
+            kept.append(before == [ctypes.c_uint64.from_address(where).value for where in arguments[2]])
+        return int(real(*arguments))
+
+    with mock.patch.object(common, "driver_launch", lambda: launch):
+        call()
+        other.join()
+    return kept == [True]
+
+
 def packed_is_same(impl: str, heads: tuple[int, int], recorder: Recorder) -> bool:
     """The same of packed sequences with ALiBi and a sink: optional tensors, one of them inside a tuple of arguments."""
     from .. import flash_attn_varlen
@@ -372,6 +395,7 @@ def examine(impl: str, recorder: Recorder, timed: bool) -> dict[str, Any]:
         "same": same(lambda: both(*others), recorder)
         and all(packed_is_same(impl, heads, recorder) for heads in packed),
         "refused": recorder.count(lambda: both(*others), 1) if impl == "hopper" else 4,
+        "undisturbed": impl == "triton" or undisturbed(forward, lambda: forward(x, x, x)),
         "replanned": replanned,
         "calls": calls,
     }
