@@ -158,7 +158,7 @@ print(json.dumps(found))
 
 
 def test_triton_is_hashed_when_cuda_is_initialised():
-    """Not before: a process without a GPU has no use for it, and one that still forks wants no thread."""
+    """Not before: a process without a GPU has no use for it."""
     pytest.importorskip("triton", reason="Triton is not installed")
     assert output_of(HASH) == {"import": [1, 0], "initialised": [1, 1]}
 

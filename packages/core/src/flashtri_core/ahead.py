@@ -38,7 +38,8 @@ def _hash_triton() -> None:
         getattr(cache, "triton_key", lambda: None)()
 
 
-#: Hashes while torch makes the device's context, both without Python's lock. A process that has a context does not fork.
+#: Hashes while torch makes the device's context, both without Python's lock. A fork meets the driver's threads by then anyway;
+#: this one holds nothing that a child would wait for.
 _hashing = Thread(target=_hash_triton, name="flashtri-hash")
 
 
@@ -47,8 +48,8 @@ def _start_hashing() -> None:
         _hashing.start()
 
 
-if HAS_TRITON and not INTERPRETED and not torch.cuda.is_initialized():
-    getattr(torch.cuda, "_lazy_call", lambda call: None)(_start_hashing)  # when CUDA is
+if HAS_TRITON and not INTERPRETED:
+    getattr(torch.cuda, "_lazy_call", lambda call: None)(_start_hashing)  # when CUDA is initialised, or now
 
 
 def wait_for_hash() -> None:
