@@ -255,7 +255,7 @@ def test_wide_heads_compile_well(sm90, name, d, dv):
     newer = not triton.__version__.startswith("3.6.")  # 3.9 keeps up to 76 bytes of a tile's scalars in local memory
     names = []
     for kernel in compiled(p, extras, tensors, False):
-        assert_good(kernel, most=80 if newer and len(kw) + len(extra) > 1 else 0)
+        assert_good(kernel, most=80 if newer and len(kw) + len(extra) > 1 else 16 if extra else 0)
         names.append(kernel.name)
     assert names == ["attn_bwd_before_kernel", "attn_bwd_wide_hopper", "attn_bwd_after_kernel"]
 
@@ -388,7 +388,7 @@ def test_features_compile_well(sm90, name, d, deterministic):
 
 @pytest.mark.aot
 def test_alibi_costs_a_multiply_add_per_score(sm90):
-    """32 scores, 16 queries and two keys a thread, where no mask is needed and no key lies right of the diagonal."""
+    """32 scores and two keys a thread, where no mask is needed and no key lies right of the diagonal; queries have theirs."""
     tensors, slopes = dense(128, n=4096), Extras(alibi_slopes=torch.zeros(4))
     plain, biased = (
         min(
@@ -398,7 +398,7 @@ def test_alibi_costs_a_multiply_add_per_score(sm90):
         )
         for x in (Extras(), slopes)
     )
-    assert 0 < biased - plain <= 32 + 16 + 16
+    assert 0 < biased - plain <= 32 + 2 + 16
 
 
 @pytest.mark.slow  # minutes; not yet run to the end on Triton 3.9

@@ -97,11 +97,11 @@ def test_all_features_together(d, seed, poisoned):
     check(case, BFLOAT, seed=seed)
 
 
-@pytest.mark.parametrize("slopes", [(0.01, -0.01), (1.0, 1e-4)], ids=str)
+@pytest.mark.parametrize("slopes", [(0.01, -0.01), (1.0, 1e-4), (1.35, 1.45), (30.0, 1e4)], ids=str)
 @pytest.mark.parametrize("window", [(-1, -1), (500, 0)], ids=str)
 @pytest.mark.parametrize("d", [64, 128, 192])
 def test_alibi_over_many_blocks(d, window, slopes, poisoned):
-    """Most blocks need no mask there; with a negative slope the farthest keys weigh most."""
+    """Most blocks need no mask there, up to a slope of 1.386; with a negative slope the farthest keys weigh most."""
     given = cases.inputs(Case("alibi", nq=200, nk=900, d=d, causal=True, window=window, alibi="h"), HALF)
     given.tensors["alibi_slopes"] = torch.tensor(slopes)
     right, eager = cases.exact(given, torch.float64), cases.exact(given, HALF)

@@ -63,7 +63,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..schedule import dense_tile, packed_tile, span_of
-from .common import ANY, OR_ZERO, linear_exponents, named_barrier_wait, select, tma_load, tma_store
+from .backward_ends import is_gentle
+from .common import ANY, OR_ZERO, biased_lse, biased_scores, named_barrier_wait, select, tma_load, tma_store
 from .forward import barriers, clear_rows
 
 _SharedMemory = gl.shared_memory_descriptor  # a method that lost its underscore after Triton 3.6
@@ -215,7 +216,7 @@ def rows_that_see(start_n, Nq, Nk, variant, args, C: gl.constexpr):
 
 
 @gluon.jit
-def locate(turn, sizes, CU_Q, CU_K, USED_K, variant, args, C: gl.constexpr):
+def locate(turn, sizes, CU_Q, CU_K, USED_K, unit_log2, variant, args, C: gl.constexpr):
     """This turn's keys, and the steps of the walk over the rows that see them (:func:`place_of`)."""
     BLOCK_M: gl.constexpr = C.block_m
     pid = gl.program_id(0)
@@ -242,9 +243,10 @@ def locate(turn, sizes, CU_Q, CU_K, USED_K, variant, args, C: gl.constexpr):
     if C.ragged_keys:  # a tile that the keys do not fill masks every score
         free_lo = gl.where(start_n + C.block_n > Nk, hi, free_lo)
         free_hi = gl.maximum(free_hi, free_lo)
-    if C.linear_bias:  # see linear_exponents
+    if C.linear_bias:
         for g in range(sizes.group):
-            free_lo = gl.where(variant.slope(z, hk * sizes.group + g, args.alibi) < 0, hi, free_lo)
+            slope = variant.slope(z, hk * sizes.group + g, args.alibi)
+            free_lo = gl.where(is_gentle(slope, unit_log2), free_lo, hi)
         free_hi = gl.maximum(free_hi, free_lo)
     if C.descending:
         free_lo, free_hi = lo + hi - free_hi, lo + hi - gl.maximum(lo, free_lo)
@@ -330,13 +332,13 @@ def load_do(desc, delta_desc, z, h, row, block, count, tiles, bars, C: gl.conste
 
 @gluon.jit
 def producer(
-    q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, CU_Q, CU_K, USED_K, sizes, variant, args, tiles, bars,
+    q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, CU_Q, CU_K, USED_K, unit_log2, sizes, variant, args, tiles, bars,
     C: gl.constexpr,
 ):  # fmt: skip
     """Loads a tile's K and V once and streams Q, dO and their statistics."""
     count = 0
     for turn in range(turns_of(sizes, C)):
-        t = locate(turn, sizes, CU_Q, CU_K, USED_K, variant, args, C)
+        t = locate(turn, sizes, CU_Q, CU_K, USED_K, unit_log2, variant, args, C)
         zb = 0 if C.packed else t.z  # packed tensors have no batch axis
         if C.whole_head:
             mbarrier.wait(bars.kv_empty.index(0), (turn & 1) ^ 1)
@@ -500,7 +502,7 @@ def clear_foreign_queries(tiles, bars, q_stage, do_stage, do_phase, valid, WG: g
 
 @gluon.jit
 def step(
-    dk, dv, count, before, at, h, block0, t, seen, sizes, unit_log2, variant, args, DQ_ACC, DQ_SEMAPHORE, tiles, bars,
+    dk, dv, count, before, at, h, slope, block0, t, seen, sizes, unit_log2, variant, args, DQ_ACC, DQ_SEMAPHORE, tiles, bars,
     WG: gl.constexpr, MASK: gl.constexpr, S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, DQ_LAYOUT: gl.constexpr,
     C: gl.constexpr,
 ):  # fmt: skip
@@ -525,15 +527,24 @@ def step(
     q = tiles.q.index(q_stage).reshape([BLOCK_M, C.d])
     do = tiles.do.index(do_stage).reshape([BLOCK_M, C.d])
 
+    if C.ordered:  # the walk takes the heads of a group in turn
+        slope = variant.slope(t.z, h, args.alibi)
     mbarrier.wait(bars.q_full.index(q_stage), q_phase)
     if C.packed:
         clear_foreign_queries(tiles, bars, q_stage, do_stage, do_phase, t.Nq - m * BLOCK_M, WG, C)
     blank = gl.zeros([HALF, BLOCK_M], gl.float32, S_LAYOUT)
     s = warpgroup_mma(k, q.permute((1, 0)), blank, use_acc=False, is_async=True)
     if C.early_statistics:
-        lse_log2 = tiles.lse.index(q_stage).load(gl.SliceLayout(0, S_LAYOUT))
+        lse_log2 = tiles.lse.index(q_stage).load(gl.SliceLayout(0, S_LAYOUT))[None, :]
     mbarrier.wait(bars.do_full.index(do_stage), do_phase)
     dp = warpgroup_mma(v, do.permute((1, 0)), blank, use_acc=False, is_async=True)
+    i = (m * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, S_LAYOUT)))[None, :]
+    j = (t.start_n + WG * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, S_LAYOUT)))[:, None]
+    if C.early_statistics:
+        if C.linear_bias and not MASK:
+            # known to be satisfied: a branch, behind which the bias stays: the products shall not wait for the LSE
+            mbarrier.wait(bars.do_full.index(do_stage), do_phase)
+        lse_log2 = biased_lse(lse_log2, i, j, m * BLOCK_M, t.start_n, slope, t.Nq, t.Nk, unit_log2, variant, 0, MASK, C)
 
     if C.late_dk:
         q_last, _phase = ring(gl.maximum(count - 1, 0), C.q_stages)  # in the first step dS^T is zero, and any Q will do
@@ -543,16 +554,10 @@ def step(
     else:
         s = warpgroup_mma_wait(1, deps=(s,))
     if not C.early_statistics:
-        lse_log2 = tiles.lse.index(q_stage).load(gl.SliceLayout(0, S_LAYOUT))
-    i = (m * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, S_LAYOUT)))[None, :]
-    j = (t.start_n + WG * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, S_LAYOUT)))[:, None]
+        lse_log2 = tiles.lse.index(q_stage).load(gl.SliceLayout(0, S_LAYOUT))[None, :]
+        lse_log2 = biased_lse(lse_log2, i, j, m * BLOCK_M, t.start_n, slope, t.Nq, t.Nk, unit_log2, variant, 0, MASK, C)
     raw = variant.score(s, args.score)
-    slope = variant.slope(t.z, h, args.alibi)
-    if C.linear_bias and not MASK:
-        p = gl.exp2(linear_exponents(raw, lse_log2[None, :], m * BLOCK_M, t.start_n + WG * HALF, slope, t.Nq, t.Nk, unit_log2,
-                                     variant, 0, S_LAYOUT))  # fmt: skip
-    else:
-        p = gl.exp2(variant.alibi(raw, slope, i, j, t.Nq, t.Nk) * unit_log2 - lse_log2[None, :])
+    p = gl.exp2(biased_scores(raw, i, j, t.start_n, slope, t.Nq, t.Nk, variant, 0, MASK, C) * unit_log2 - lse_log2)
     if MASK:
         a, b, width = variant.place(i, j, t.Nq, t.Nk, args.mask)
         p = select(p, a, b, width, OR_ZERO)
@@ -672,7 +677,7 @@ def consumer(
         tiles.ds.index(2 + WG).store(gl.zeros([HALF, C.block_m], tiles.k.dtype, S_LAYOUT))
         fence_async_shared()
     for turn in range(turns_of(sizes, C)):
-        t = locate(turn, sizes, CU_Q, CU_K, USED_K, variant, args, C)
+        t = locate(turn, sizes, CU_Q, CU_K, USED_K, unit_log2, variant, args, C)
         dk = gl.zeros([HALF, C.d], gl.float32, KV_LAYOUT)
         dv = gl.zeros([HALF, C.d], gl.float32, KV_LAYOUT)
         mbarrier.wait(bars.k_full.index(0), turn & 1)
@@ -688,21 +693,22 @@ def consumer(
         walks, heads = walks_of(sizes, C)
         for g in range(walks):
             h = t.hk * sizes.group + g
+            slope = variant.slope(t.z, h, args.alibi)
             block0 = first_query_block(t.z, h, t.q_row0, sizes, C)
             if FIRST_EDGE:
                 for at in range(t.lo * heads, t.free_lo * heads):
-                    dk, dv = step(dk, dv, count, before, at, h, block0, t, seen, sizes, unit_log2, variant, args, DQ_ACC,
+                    dk, dv = step(dk, dv, count, before, at, h, slope, block0, t, seen, sizes, unit_log2, variant, args, DQ_ACC,
                                   DQ_SEMAPHORE, tiles, bars, WG, True, S_LAYOUT, P_LAYOUT, DQ_LAYOUT, C)  # fmt: skip
                     count += 1
                     _h, _m, before = place_of(at, h, block0, t, sizes, C)
             for at in range(gl.maximum(t.lo, t.free_lo) * heads, t.free_hi * heads):
-                dk, dv = step(dk, dv, count, before, at, h, block0, t, seen, sizes, unit_log2, variant, args, DQ_ACC,
+                dk, dv = step(dk, dv, count, before, at, h, slope, block0, t, seen, sizes, unit_log2, variant, args, DQ_ACC,
                               DQ_SEMAPHORE, tiles, bars, WG, False, S_LAYOUT, P_LAYOUT, DQ_LAYOUT, C)  # fmt: skip
                 count += 1
                 _h, _m, before = place_of(at, h, block0, t, sizes, C)
             if LAST_EDGE:
                 for at in range(t.free_hi * heads, t.hi * heads):
-                    dk, dv = step(dk, dv, count, before, at, h, block0, t, seen, sizes, unit_log2, variant, args, DQ_ACC,
+                    dk, dv = step(dk, dv, count, before, at, h, slope, block0, t, seen, sizes, unit_log2, variant, args, DQ_ACC,
                                   DQ_SEMAPHORE, tiles, bars, WG, True, S_LAYOUT, P_LAYOUT, DQ_LAYOUT, C)  # fmt: skip
                     count += 1
                     _h, _m, before = place_of(at, h, block0, t, sizes, C)
@@ -790,6 +796,6 @@ def attn_bwd_hopper(
                     unit_log2, softmax_scale, sizes, variant, args, tiles, bars, 0, C)),
         (consumer, (dk_desc, dv_desc, DK, DV, stride_dk, stride_dv, DQ, stride_dq, DQ_SEMAPHORE, DQ_ACC, CU_Q, CU_K, USED_K,
                     unit_log2, softmax_scale, sizes, variant, args, tiles, bars, 1, C)),
-        (producer, (q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, CU_Q, CU_K, USED_K, sizes, variant, args, tiles,
-                    bars, C)),
+        (producer, (q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, CU_Q, CU_K, USED_K, unit_log2, sizes, variant,
+                    args, tiles, bars, C)),
     ], [4, 1], [C.consumer_regs, C.producer_regs])  # fmt: skip

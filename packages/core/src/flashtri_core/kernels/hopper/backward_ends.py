@@ -10,22 +10,26 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ...variants.alibi import slope as slope_of
 from ..schedule import packed_tile, span_of
 from ..softmax import pivot_of
+
+GENTLE_LOG2 = tl.constexpr(2.0)  # 127 rows of a block make that less than 2^8, of which fp32 rounds 2^-17 away
 
 
 @triton.jit
 def block_of(number, heads, N, blocks, seqs, CU, BLOCK: tl.constexpr):
-    """Block -> (batch z of the tensors, head h, first row in the tensor's batch, first row in the sequence, its rows)."""
+    """Block -> batch z of the tensors, sequence, head, first row in the tensor's batch, first row in the sequence, its rows."""
     if CU is None:
         zh = number // blocks
         start = number % blocks * BLOCK
         z, h, row0, rows = zh // heads, zh % heads, start, N
+        s = z
     else:
         h, s, start = packed_tile(number, blocks, heads, 1, seqs, CU, BLOCK, False)
         first, rows, _used = span_of(CU, None, s, N)
         z, row0 = s * 0, first + start
-    return z, h, row0, start, rows
+    return z, s, h, row0, start, rows
 
 
 @triton.jit
@@ -46,17 +50,29 @@ def head_offset(z, h, stride):
     return tl.multiple_of(z.to(tl.int64) * stride[0] + h.to(tl.int64) * stride[1], 8)
 
 
+@triton.jit
+def is_gentle(slope, unit_log2):
+    """Whether the LSE of a head's rows carries their part of the bias; see the kernel before the main one.
+
+    A steep slope would drown it. A negative one makes the scores of far keys large, and what forward and backward round
+    differently then is lost from the gradients. The tiles of such heads mask every block instead, and add the bias as the
+    forward does.
+    """
+    return (slope * unit_log2 >= 0) & (slope * unit_log2 <= GENTLE_LOG2)
+
+
 @triton.jit(do_not_specialize=["heads", "Nq", "q_blocks", "seqs"])
 def attn_bwd_before_kernel(
-    O, DO, LSE, DLSE, LSE_LOG2, DELTA, DELTA_ROWS, DQ_ACC, DQ_SEMAPHORE, CU_Q, stride_o, stride_do, stride_lse, stride_dlse,
-    heads, Nq, q_blocks, seqs, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    O, DO, LSE, DLSE, LSE_LOG2, DELTA, DELTA_ROWS, DQ_ACC, DQ_SEMAPHORE, CU_Q, ALIBI, unit_log2, stride_o, stride_do,
+    stride_lse, stride_dlse, heads, Nq, q_blocks, seqs, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """delta = rowsum(dO * O) - dLSE and LSE * log2(e), padded to whole blocks; DQ_ACC = DQ_SEMAPHORE = 0.
 
-    DELTA_ROWS, if given, receives delta once more in LSE's own layout (the sink's gradient wants it).
+    DELTA_ROWS, if given, receives delta once more in LSE's own layout (the sink's gradient wants it). With ALIBI, the arguments
+    of the variant's slope, LSE_LOG2 takes a part of the bias from the main kernel (:func:`.common.biased_lse`).
     """
     pid = heads_inner(tl.num_programs(0) - 1 - tl.program_id(0), heads, q_blocks, CU_Q)
-    z, h, row0, start, rows = block_of(pid, heads, Nq, q_blocks, seqs, CU_Q, BLOCK_M)
+    z, seq, h, row0, start, rows = block_of(pid, heads, Nq, q_blocks, seqs, CU_Q, BLOCK_M)
     pid = pid.to(tl.int64)
     offs_m = tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)[None, :]
@@ -82,7 +98,11 @@ def attn_bwd_before_kernel(
     if DLSE is not None:
         dlse = DLSE + z.to(tl.int64) * stride_dlse[0] + h.to(tl.int64) * stride_dlse[1]
         delta -= tl.load(dlse + (row0 + offs_m).to(tl.int64) * stride_dlse[2], mask=seen, other=0.0)
-    tl.store(LSE_LOG2 + pid * BLOCK_M + offs_m, pivot_of(lse))
+    pivot_log2 = pivot_of(lse)
+    if ALIBI is not None:
+        slope = slope_of(seq, h, ALIBI)
+        pivot_log2 = tl.where(is_gentle(slope, unit_log2), pivot_log2 + slope * unit_log2 * (offs_m & -7), pivot_log2)
+    tl.store(LSE_LOG2 + pid * BLOCK_M + offs_m, pivot_log2)
     tl.store(DELTA + pid * BLOCK_M + offs_m, tl.where(lse == float("-inf"), 0.0, delta))
     if DELTA_ROWS is not None:
         tl.store(DELTA_ROWS + at, delta, mask=seen)
@@ -99,7 +119,7 @@ def convert(
     warpgroup hold a wgmma result: bit by bit, an offset reads (column group 3, warp 2, row 3, column pair 2, row + 8, column).
     """
     pid = heads_inner(pid, heads, blocks, CU)
-    z, h, row0, start, rows = block_of(pid, heads, N, blocks, seqs, CU, BLOCK)
+    z, _seq, h, row0, start, rows = block_of(pid, heads, N, blocks, seqs, CU, BLOCK)
     SIZE: tl.constexpr = BLOCK * BLOCK_D
     at = pid
     if SHARES > 1:  # the shares of a head lie where heads of their own would

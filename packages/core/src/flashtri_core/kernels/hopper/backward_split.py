@@ -31,7 +31,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..schedule import dense_tile, packed_tile, span_of
 from .backward import CLEARED, HALF, first_block, ring, store_rows
-from .common import ANY, OR_ZERO, in_16_bits, left_operand, linear_exponents, named_barrier_wait, select, tma_load
+from .backward_ends import is_gentle
+from .common import (
+    ANY,
+    OR_ZERO,
+    biased_lse,
+    biased_scores,
+    in_16_bits,
+    left_operand,
+    named_barrier_wait,
+    select,
+    tma_load,
+)
 from .forward import barriers, clear_rows, key_blocks
 
 # A predicated no-op that reads every P. Without it ptxas sinks all exp2 below the wait for dP, where they overlap with
@@ -139,7 +150,7 @@ def issue_scores(count, tiles, bars, WG: gl.constexpr, S_LAYOUT: gl.constexpr, C
 
 @gluon.jit
 def ds_of(
-    s, dp, count, block, row0, lse_log2, delta, z, h, Nq, Nk, unit_log2, variant, args, tiles, bars, BEHIND: gl.constexpr,
+    s, dp, count, block, row0, lse_log2, delta, slope, Nq, Nk, unit_log2, variant, args, tiles, bars, BEHIND: gl.constexpr,
     MASK: gl.constexpr, S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """dS [64, BLOCK_N] in 16 bits, dQ's left operand; ``BEHIND`` products may stay in flight behind S and dP."""
@@ -149,23 +160,21 @@ def ds_of(
     i = (row0 + gl.arange(0, HALF, layout=gl.SliceLayout(1, S_LAYOUT)))[:, None]
     j = (block * C.block_n + gl.arange(0, C.block_n, layout=gl.SliceLayout(0, S_LAYOUT)))[None, :]
     raw = variant.score(s, args.score)
-    slope = variant.slope(z, h, args.alibi)
-    if C.linear_bias and not MASK:
-        p = gl.exp2(linear_exponents(raw, lse_log2[:, None], row0, block * C.block_n, slope, Nq, Nk, unit_log2, variant, 1,
-                                     S_LAYOUT))  # fmt: skip
-    else:
-        p = gl.exp2(variant.alibi(raw, slope, i, j, Nq, Nk) * unit_log2 - lse_log2[:, None])
+    block_m = row0 // C.block_stat * C.block_stat
+    start_n = block * C.block_n
+    lse_log2 = biased_lse(lse_log2[:, None], i, j, block_m, start_n, slope, Nq, Nk, unit_log2, variant, 1, MASK, C)
+    p = gl.exp2(biased_scores(raw, i, j, start_n, slope, Nq, Nk, variant, 1, MASK, C) * unit_log2 - lse_log2)
     if MASK:
         a, b, width = variant.place(i, j, Nq, Nk, args.mask)
         p = select(p, a, b, width, OR_ZERO)
         if C.past_end:
             p = select(p, Nk - 1, j, ANY, OR_ZERO)
-    slope = variant.score_grad(p, raw, args.score)  # linear in its first argument: applied here, no raw score stays alive
+    factor = variant.score_grad(p, raw, args.score)  # linear in its first argument: applied here, no raw score stays alive
     gl.inline_asm_elementwise(PIN, PIN_OPERANDS, [p], dtype=gl.int8, is_pure=False, pack=32)
     mbarrier.wait(bars.k_full.index(k_stage), k_phase)  # known to be satisfied: a branch that keeps the wait below exp2
     dp = warpgroup_mma_wait(BEHIND, deps=(dp,))
     mbarrier.arrive(bars.v_empty.index(v_stage), count=1)
-    ds = slope * (dp - delta[:, None])
+    ds = factor * (dp - delta[:, None])
     if MASK and (C.packed or C.used):
         ds = select(ds, Nk - 1, j, ANY, OR_ZERO)  # V of a foreign key may be NaN
     return in_16_bits(ds, tiles.k.dtype, P_LAYOUT, C.words)
@@ -173,7 +182,7 @@ def ds_of(
 
 @gluon.jit
 def step(
-    dq, ds, count, block, row0, lse_log2, delta, z, h, Nq, Nk, unit_log2, variant, args, tiles, bars, WG: gl.constexpr,
+    dq, ds, count, block, row0, lse_log2, delta, slope, Nq, Nk, unit_log2, variant, args, tiles, bars, WG: gl.constexpr,
     MASK: gl.constexpr, S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """One key block: its dS, under the previous block's product with K."""
@@ -181,7 +190,7 @@ def step(
     s, dp = issue_scores(count, tiles, bars, WG, S_LAYOUT, C)
     ds = left_operand(ds, tiles.k.dtype, P_LAYOUT, C.words)
     dq = warpgroup_mma(ds, tiles.k.index(before).reshape([C.block_n, C.d]), dq, is_async=True)
-    ds = ds_of(s, dp, count, block, row0, lse_log2, delta, z, h, Nq, Nk, unit_log2, variant, args, tiles, bars, 1, MASK,
+    ds = ds_of(s, dp, count, block, row0, lse_log2, delta, slope, Nq, Nk, unit_log2, variant, args, tiles, bars, 1, MASK,
                S_LAYOUT, P_LAYOUT, C)  # fmt: skip
     dq = warpgroup_mma_wait(0, deps=(dq,))
     mbarrier.arrive(bars.k_empty.index(before), count=1)
@@ -205,10 +214,11 @@ def consumer(
     at = first_block(z, h, q_row0, sizes.heads, sizes.q_blocks, C.block_stat, C.packed).to(gl.int64) * C.block_stat + row
     lse_log2 = gl.load(LSE_LOG2 + at, mask=row < Nq, other=float("inf"))
     delta = gl.load(DELTA + at, mask=row < Nq, other=0.0)
+    slope = variant.slope(z, h, args.alibi)
     dq = gl.zeros([HALF, C.d], gl.float32, DQ_LAYOUT)
     mbarrier.wait(bars.q_full.index(0), 0)
     s, dp = issue_scores(0, tiles, bars, WG, S_LAYOUT, C)
-    ds = ds_of(s, dp, 0, last - 1, row0, lse_log2, delta, z, h, Nq, Nk, unit_log2, variant, args, tiles, bars, 0,
+    ds = ds_of(s, dp, 0, last - 1, row0, lse_log2, delta, slope, Nq, Nk, unit_log2, variant, args, tiles, bars, 0,
                C.mask_last, S_LAYOUT, P_LAYOUT, C)  # fmt: skip
     if C.packed or C.used:  # dS is zero for keys past the end, but 0 * NaN is NaN
         valid = Nk - (last - 1) * C.block_n
@@ -219,22 +229,22 @@ def consumer(
                 fence_async_shared()
             named_barrier_wait(CLEARED, 128, 256)
     count = 1
-    if C.linear_bias:  # see linear_exponents
-        negative = variant.slope(z, h, args.alibi) < 0
-        free_lo = gl.where(negative, first, free_lo)
-        free_hi = gl.where(negative, first, free_hi)
+    if C.linear_bias:
+        gentle = is_gentle(slope, unit_log2)
+        free_lo = gl.where(gentle, free_lo, first)
+        free_hi = gl.where(gentle, free_hi, first)
     if C.right_edge:
         for block in range(last - 2, gl.maximum(free_hi, first) - 1, -1):
-            dq, ds = step(dq, ds, count, block, row0, lse_log2, delta, z, h, Nq, Nk, unit_log2, variant, args, tiles, bars,
+            dq, ds = step(dq, ds, count, block, row0, lse_log2, delta, slope, Nq, Nk, unit_log2, variant, args, tiles, bars,
                           WG, True, S_LAYOUT, P_LAYOUT, C)  # fmt: skip
             count += 1
     for block in range(gl.minimum(last - 1, free_hi) - 1, gl.maximum(free_lo, first) - 1, -1):
-        dq, ds = step(dq, ds, count, block, row0, lse_log2, delta, z, h, Nq, Nk, unit_log2, variant, args, tiles, bars, WG,
+        dq, ds = step(dq, ds, count, block, row0, lse_log2, delta, slope, Nq, Nk, unit_log2, variant, args, tiles, bars, WG,
                       False, S_LAYOUT, P_LAYOUT, C)  # fmt: skip
         count += 1
     if C.left_edge:
         for block in range(gl.minimum(last - 1, free_lo) - 1, first - 1, -1):
-            dq, ds = step(dq, ds, count, block, row0, lse_log2, delta, z, h, Nq, Nk, unit_log2, variant, args, tiles, bars,
+            dq, ds = step(dq, ds, count, block, row0, lse_log2, delta, slope, Nq, Nk, unit_log2, variant, args, tiles, bars,
                           WG, True, S_LAYOUT, P_LAYOUT, C)  # fmt: skip
             count += 1
     before, _phase = ring(count - 1, C.k_stages)

@@ -44,7 +44,7 @@ from .backward import (
     store_rows,
     store_share,
 )
-from .common import ANY, OR_ZERO, linear_exponents, named_barrier_wait, select, tma_load
+from .common import ANY, OR_ZERO, biased_lse, biased_scores, named_barrier_wait, select, tma_load
 from .forward import barriers, clear_rows, tile_pair
 
 MAIN = gl.constexpr(128)  # columns of the first part of a pair
@@ -86,11 +86,11 @@ def load_step(
 
 @gluon.jit
 def producer(
-    q_descs, do_descs, k_descs, v_descs, lse_desc, delta_desc, CU_Q, CU_K, USED_K, sizes, variant, args, tiles, bars,
-    C: gl.constexpr,
+    q_descs, do_descs, k_descs, v_descs, lse_desc, delta_desc, CU_Q, CU_K, USED_K, unit_log2, sizes, variant, args, tiles,
+    bars, C: gl.constexpr,
 ):  # fmt: skip
     """Loads K and V once and streams Q, dO and their statistics."""
-    t = locate(0, sizes, CU_Q, CU_K, USED_K, variant, args, C)
+    t = locate(0, sizes, CU_Q, CU_K, USED_K, unit_log2, variant, args, C)
     zb = 0 if C.packed else t.z  # packed tensors have no batch axis
     mbarrier.expect(bars.k_full.index(0), 2 * HALF * (MAIN + C.tail))
     load_pair(k_descs, zb, t.hk // C.group_split, t.k_row0 + t.start_n, bars.k_full.index(0), tiles.k, 0, C.tail)
@@ -174,7 +174,7 @@ def clear_foreign_rows(first, first_stage, second, second_stage, valid, C: gl.co
 
 @gluon.jit
 def step_of_scores(
-    dk, count, h, m, t, unit_log2, variant, args, tiles, bars, MASK: gl.constexpr, S_LAYOUT: gl.constexpr,
+    dk, count, h, m, slope, t, unit_log2, variant, args, tiles, bars, MASK: gl.constexpr, S_LAYOUT: gl.constexpr,
     P_LAYOUT: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """64 query rows of head h: P^T and dS^T for the other warpgroup, and dK."""
@@ -201,12 +201,8 @@ def step_of_scores(
     i = (m * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, S_LAYOUT)))[None, :]
     j = (t.start_n + gl.arange(0, HALF, layout=gl.SliceLayout(1, S_LAYOUT)))[:, None]
     raw = variant.score(s, args.score)
-    slope = variant.slope(t.z, h, args.alibi)
-    if C.linear_bias and not MASK:
-        p = gl.exp2(linear_exponents(raw, lse_log2[None, :], m * HALF, t.start_n, slope, t.Nq, t.Nk, unit_log2, variant, 0,
-                                     S_LAYOUT))  # fmt: skip
-    else:
-        p = gl.exp2(variant.alibi(raw, slope, i, j, t.Nq, t.Nk) * unit_log2 - lse_log2[None, :])
+    lse_log2 = biased_lse(lse_log2[None, :], i, j, m * HALF, t.start_n, slope, t.Nq, t.Nk, unit_log2, variant, 0, MASK, C)
+    p = gl.exp2(biased_scores(raw, i, j, t.start_n, slope, t.Nq, t.Nk, variant, 0, MASK, C) * unit_log2 - lse_log2)
     if MASK:
         a, b, width = variant.place(i, j, t.Nq, t.Nk, args.mask)
         p = select(p, a, b, width, OR_ZERO)
@@ -291,7 +287,7 @@ def scores(
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     K_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MAIN, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, K_LAYOUT, 2)
-    t = locate(0, sizes, CU_Q, CU_K, USED_K, variant, args, C)
+    t = locate(0, sizes, CU_Q, CU_K, USED_K, unit_log2, variant, args, C)
     dk = zero_pair(C.tail)
     count = 0
     mbarrier.wait(bars.k_full.index(0), 0)
@@ -301,16 +297,19 @@ def scores(
             clear_foreign_rows(tiles.k, 0, tiles.v, 0, t.Nk - t.start_n, C)
     for g in range(sizes.group):
         h = t.hk * sizes.group + g
+        slope = variant.slope(t.z, h, args.alibi)
         if C.edge_lo:
             for m in range(t.lo, t.free_lo):
-                dk = step_of_scores(dk, count, h, m, t, unit_log2, variant, args, tiles, bars, True, S_LAYOUT, P_LAYOUT, C)
+                dk = step_of_scores(dk, count, h, m, slope, t, unit_log2, variant, args, tiles, bars, True, S_LAYOUT, P_LAYOUT,
+                                    C)  # fmt: skip
                 count += 1
         for m in range(gl.maximum(t.lo, t.free_lo), t.free_hi):
-            dk = step_of_scores(dk, count, h, m, t, unit_log2, variant, args, tiles, bars, False, S_LAYOUT, P_LAYOUT, C)
+            dk = step_of_scores(dk, count, h, m, slope, t, unit_log2, variant, args, tiles, bars, False, S_LAYOUT, P_LAYOUT, C)
             count += 1
         if C.edge_hi:
             for m in range(t.free_hi, t.hi):
-                dk = step_of_scores(dk, count, h, m, t, unit_log2, variant, args, tiles, bars, True, S_LAYOUT, P_LAYOUT, C)
+                dk = step_of_scores(dk, count, h, m, slope, t, unit_log2, variant, args, tiles, bars, True, S_LAYOUT, P_LAYOUT,
+                                    C)  # fmt: skip
                 count += 1
     mbarrier.wait(bars.k_done.index(0), 0)  # dK leaves through K's buffer, which the other one's dQ reads
     if C.group_split == 1:
@@ -319,9 +318,11 @@ def scores(
 
 
 @gluon.jit
-def values(dv_descs, DV, stride_dv, DQ_ACC, CU_Q, CU_K, USED_K, sizes, variant, args, tiles, bars, C: gl.constexpr):
+def values(
+    dv_descs, DV, stride_dv, DQ_ACC, CU_Q, CU_K, USED_K, unit_log2, sizes, variant, args, tiles, bars, C: gl.constexpr
+):  # fmt: skip
     """The warpgroup that keeps dV and adds up dQ."""
-    t = locate(0, sizes, CU_Q, CU_K, USED_K, variant, args, C)
+    t = locate(0, sizes, CU_Q, CU_K, USED_K, unit_log2, variant, args, C)
     DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     dv = zero_pair(C.v_tail)
     count = 0
@@ -387,7 +388,7 @@ def attn_bwd_wide_hopper(
     dv_descs = (dv_desc, dv_tail)
     gl.warp_specialize([
         (scores, (dk_descs, DK, stride_dk, CU_Q, CU_K, USED_K, unit_log2, softmax_scale, sizes, variant, args, tiles, bars, C)),
-        (values, (dv_descs, DV, stride_dv, DQ_ACC, CU_Q, CU_K, USED_K, sizes, variant, args, tiles, bars, C)),
-        (producer, (q_descs, do_descs, k_descs, v_descs, lse_desc, delta_desc, CU_Q, CU_K, USED_K, sizes, variant, args,
-                    tiles, bars, C)),
+        (values, (dv_descs, DV, stride_dv, DQ_ACC, CU_Q, CU_K, USED_K, unit_log2, sizes, variant, args, tiles, bars, C)),
+        (producer, (q_descs, do_descs, k_descs, v_descs, lse_desc, delta_desc, CU_Q, CU_K, USED_K, unit_log2, sizes, variant,
+                    args, tiles, bars, C)),
     ], [4, 1], [C.consumer_regs, C.producer_regs])  # fmt: skip

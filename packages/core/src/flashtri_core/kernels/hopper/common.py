@@ -17,6 +17,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import driver
 
 from ..direct import DriverLaunch, driver_launch, in_signature
+from .backward_ends import is_gentle
 
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
@@ -105,30 +106,60 @@ def left_operand(x, dtype: gl.constexpr, LAYOUT: gl.constexpr, WORDS: gl.constex
     return x
 
 
-@gluon.jit
-def linear_exponents(
-    s, lse_log2, start_m, start_n, slope, Nq, Nk, unit_log2, variant, KEYS: gl.constexpr, S_LAYOUT: gl.constexpr
-):  # fmt: skip
-    """(s + bias) * unit_log2 - lse_log2 for an accumulator s whose bias is linear in the key, as ALiBi's behind the diagonal.
+# A vote that always passes. No shuffle: those wait for shared memory, which a wgmma under way keeps busy.
+IF_ANY = gl.constexpr("{ .reg .pred p; setp.ge.s32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff; selp.b32 $0, $1, 0, p; }")
 
-    Axis ``KEYS`` counts keys from start_n, the other one queries from start_m; lse_log2 broadcasts to s. A thread owns rows
-    r and r + 8 of an accumulator, and in them columns 8 a + 2 t + b: r and t, in 0..3, are its own, a and b known to the
-    compiler. The smallest distance that a thread has is added to the LSE, what a score has beyond that to the score, as a
-    literal: a multiply-add per score, and one per query. Added with one sign, neither shows what the other rounds away.
-    A negative slope makes the scores of far keys large, and what forward and backward round differently then is lost from
-    the gradients: tiles of such heads mask every block instead, and add the bias as the forward did.
+
+@gluon.jit
+def not_sooner(x):
+    """The int32 tile x, of which no warp has negative numbers only.
+
+    What is computed from it stays behind this place: ptxas neither moves a vote nor knows what comes out.
     """
-    row = gl.arange(0, s.shape[0], layout=gl.SliceLayout(1, S_LAYOUT))[:, None]
-    col = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, S_LAYOUT))[None, :]
-    if KEYS == 0:
-        LAST: gl.constexpr = 8
-        s = variant.alibi(s, slope, col & -7, (row & 8) - LAST, 0, 0)
-        i, j = col & 6, row & -9
-    else:
-        LAST: gl.constexpr = s.shape[1] - 7
-        s = variant.alibi(s, slope, row & 8, (col & -7) - LAST, 0, 0)
-        i, j = row & -9, col & 6
-    return s * unit_log2 - variant.alibi(lse_log2, -slope * unit_log2, start_m + i, start_n + LAST + j, Nq, Nk)
+    return gl.inline_asm_elementwise(IF_ANY, "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def inside_loop(x):
+    """The float32 scalar x. Its products with literals are computed anew in each step: there are no registers to keep them."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def biased_lse(
+    lse_log2, i, j, block_m, start_n, slope, Nq, Nk, unit_log2, variant, KEYS: gl.constexpr, MASK: gl.constexpr, C: gl.constexpr
+):  # fmt: skip
+    """What to subtract from :func:`biased_scores`; ``KEYS`` is the axis of the keys from start_n on.
+
+    With ``C.linear_bias`` it is linear in the distance, as ALiBi's is behind the diagonal. A thread has columns 8 a + 2 t + b
+    of an accumulator, with t in 0..3 its own, a and b known to the compiler. Where a row's number in its block is written so,
+    8 a + b times the slope is in its LSE already, unless the slope is not gentle (:mod:`.backward_ends`); every block of such a
+    head has a mask. Blocks begin at row ``block_m``. Where keys are rows of the accumulator, a thread has two, and what is left
+    goes into the LSE as well: an addition per score, before there is a score. Where they are columns, their own 8 a + b times
+    the slope goes into the score.
+    """
+    if C.linear_bias:
+        slope = inside_loop(slope) * unit_log2
+        if MASK:
+            taken = gl.where(is_gentle(slope, 1.0), slope, 0.0)
+            lse_log2 = variant.alibi(lse_log2, taken, (i - block_m) & -7, 0, 0, 0)
+        else:
+            if KEYS == 1:
+                j += j.shape[1] - 7 - ((j - start_n) & -7)
+            elif C.early_statistics:  # which may not be there yet, and the next product shall not wait for them
+                j = not_sooner(j)
+            lse_log2 = variant.alibi(lse_log2, -slope, block_m + (i & 6), j, Nq, Nk)
+    return lse_log2
+
+
+@gluon.jit
+def biased_scores(s, i, j, start_n, slope, Nq, Nk, variant, KEYS: gl.constexpr, MASK: gl.constexpr, C: gl.constexpr):
+    """Scores with the bias, as far as it is not in :func:`biased_lse`."""
+    if MASK or not C.linear_bias:
+        s = variant.alibi(s, slope, i, j, Nq, Nk)
+    elif KEYS == 1:
+        s = variant.alibi(s, inside_loop(slope), 0, ((j - start_n) & -7) - (j.shape[1] - 7), 0, 0)
+    return s
 
 
 # ------------------------------------------------------------------------------------------------------ on the host

@@ -246,8 +246,8 @@ def _tail(head_dim: int) -> int:
     return 0 if head_dim <= 128 else 64 if head_dim <= 192 else 128
 
 
-def specialise_dq(problem: Problem, block_stat: int) -> DqConfig:
-    """The dQ kernel of a problem."""
+def specialise_dq(problem: Problem, block_stat: int, linear_bias: bool) -> DqConfig:
+    """The dQ kernel of a problem, beside a main one with blocks of ``block_stat`` rows."""
     kind, block_n = problem.mask_kind, DqConfig.block_n
     even = not problem.varlen and not problem.seqused and problem.seqlen_k % block_n == 0
     return DqConfig(
@@ -260,7 +260,7 @@ def specialise_dq(problem: Problem, block_stat: int) -> DqConfig:
         right_edge=kind != "full",
         left_edge=MASKS[kind].KV_LEFT_EDGE,
         past_end=kind == "full" or problem.window[1] > 0,
-        linear_bias=launch_forward.linear_bias(problem),
+        linear_bias=linear_bias,
         words=kind != "full",
     )
 
@@ -337,7 +337,7 @@ def plan(
 ) -> Plan:
     """Grids and sizes; None means the shipped choice."""
     full = specialise(config or tiles(problem, deterministic, multiprocessors), problem)
-    dq_config = specialise_dq(problem, full.block_m)
+    dq_config = specialise_dq(problem, full.block_m, full.linear_bias)
     heads, heads_k, group = problem.heads_q, problem.heads_k, problem.heads_q // problem.heads_k
     q_blocks, _second, stat_blocks = _tiling(problem, heads, problem.seqlen_q, problem.total_q, full.block_m)
     row_bytes = 4 * (problem.head_dim + problem.head_dim_v)
@@ -401,10 +401,11 @@ def before_arguments(
     """Of :func:`.backward_ends.attn_bwd_before_kernel`."""
     zeroed = None if p.config.whole_head else work.acc
     dlse_strides = () if dlse is None else (0, *dlse.stride()) if dlse.dim() == 2 else dlse.stride()
+    _variant, args, unit_log2 = assemble(problem, extras)
     return (
         out, do, lse, dlse, work.lse_log2, work.delta, delta_rows, zeroed, work.dq_semaphore, extras.cu_seqlens_q,
-        _strides(out), _strides(do), _lse_strides(lse), dlse_strides, problem.heads_q, problem.seqlen_q, p.q_blocks,
-        problem.batch, problem.head_dim_v, p.config.d, p.config.block_m,
+        args.alibi if p.config.linear_bias else None, unit_log2, _strides(out), _strides(do), _lse_strides(lse), dlse_strides,
+        problem.heads_q, problem.seqlen_q, p.q_blocks, problem.batch, problem.head_dim_v, p.config.d, p.config.block_m,
     )  # fmt: skip
 
 

@@ -23,6 +23,8 @@ _SELECT = re.compile(
 )
 _WORD = re.compile(r"cvt\.rn\.(b?f16)x2\.f32 \$0, \$2, \$1")
 _HALVES = "mov.b32 {$0, $1}, $2"
+_SAME = "mov.b32 $0, $1"
+_IF_ANY = "{ .reg .pred p; setp.ge.s32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff; selp.b32 $0, $1, 0, p"
 _READ = "ld.relaxed.gpu.global.b32 $0, [$1]"
 _AWAIT = (  # an early value in $3, then polling
     ".reg .pred p; .reg .b32 x; mov.b32 x, $3; bra.uni test_${:uid}; again_${:uid}: ld.acquire.gpu.global.b32 x, [$1]; "
@@ -54,6 +56,12 @@ def inline_asm_elementwise(
         return (yield from semaphore(text, *(arg.data for arg in args)))
     if text == "mov.b32 $0, 0":
         return Value(np.zeros(x.shape, np.int64), tl.int32)
+    if text == _SAME:
+        return x
+    if text == _IF_ANY:
+        if (x.data < 0).any():
+            raise EmulationError("a vote on negative numbers, which would give 0 where a warp has nothing else")
+        return x
     if text == "tanh.approx.f32 $0, $1":
         exact = np.tanh(x.data)  # the instruction's relative error is 2^-11, which rounding to float16 makes as well
         return Value(np.where(np.abs(exact) < 2**-12, exact, exact.astype(np.float16)).astype(np.float32), tl.float32)
