@@ -7,6 +7,7 @@ opaque calls and no Python. Outputs follow their input's memory order: (B, N, H,
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -176,9 +177,10 @@ def _expect_again(options: tuple[Any, ...], plan: Plan, *tensors: Tensor) -> Non
     free = options not in _plans and len(_plans) < _PLAN_LIMIT
     if free and all(_aligned(*tensors)) and len({*map(id, tensors)}) == len(tensors):
         sizes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
-        torchs: Any = torch._C._dynamo.guards
-        guards = torchs.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
-        _plans[options] = Likely(guards.check, plan)
+        with suppress(AttributeError, TypeError):  # torch's own affair: in one that has changed them, keys serve alone
+            torchs: Any = torch._C._dynamo.guards
+            guards = torchs.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+            _plans[options] = Likely(guards.check, plan)
 
 
 def _is_elsewhere(x: Tensor) -> bool:
@@ -428,8 +430,8 @@ class _Eager(torch.autograd.Function):
             return *_gradients(ctx, _by_operator, do, dlse, need), None
 
 
-#: A node's call, without torch's search for the function that it is.
-_Eager._backward_cls.apply = _Eager.backward  # type: ignore[attr-defined]
+if hasattr(_Eager, "_backward_cls"):  # a node's call, without torch's search for the function that it is
+    _Eager._backward_cls.apply = _Eager.backward  # type: ignore[attr-defined]
 #: ``_Eager.apply`` without the search for functorch that ``watched`` makes as well, and for less.
 _eager: Callable[..., Any] = super(torch.autograd.Function, _Eager).apply
 _PLAIN = {Tensor, Parameter}
