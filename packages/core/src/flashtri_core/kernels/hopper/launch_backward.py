@@ -171,8 +171,8 @@ def ordered_tiles(problem: Problem) -> BackwardConfig:
 
 def split_tiles(problem: Problem) -> BackwardConfig:
     """A kernel for dK and dV; dQ has its own."""
-    if problem.softcap > 0:  # its registers have no room for 128 rows, nor for a dK under way
-        return BackwardConfig(dq=False)
+    if problem.softcap > 0:  # its registers have no room for 128 rows, nor for a dK under way, nor at D = 128 for P beside dS
+        return BackwardConfig(dq=False, early_dv=width(problem) == 128)
     if width(problem) == 64:
         return BackwardConfig(block_m=128, dq=False)
     return BackwardConfig(q_stages=3, dq=False, late_dk=True)
