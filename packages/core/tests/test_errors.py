@@ -190,9 +190,21 @@ def test_dense_input_is_refused(change, error, words):
 
 @pytest.mark.parametrize(("change", "error", "words"), PACKED, ids=ids(PACKED))
 def test_packed_input_is_refused(change, error, words):
-    """Rows 59 (kinds of cu_seqlens), 97 (max_seqlen as a tensor)."""
+    """Rows 59 (kinds of cu_seqlens), 97 (max_seqlen as a tensor). Also behind the same call without the fault."""
+    packed()
     with pytest.raises(error, match=words):
         packed(**change)
+
+
+def test_cu_seqlens_elsewhere_are_refused_behind_the_same_call():
+    """No values are read there, and so such a call is looked up first: their device must be part of what is looked up."""
+    q, cu = torch.zeros(7, 2, 8), torch.tensor([0, 3, 7], dtype=torch.int32)
+    elsewhere = cu.to(META)
+    for here, there in ((cu, elsewhere), (cu.clone(), elsewhere.clone())):
+        for _ in range(2):
+            flash_attn_varlen(q, q, q, cu, here, 4, 4)
+        with pytest.raises(ValueError, match=r"^cu_seqlens_q must be on q's device cpu, got meta"):
+            flash_attn_varlen(q, q, q, elsewhere, there, 4, 4)
 
 
 @pytest.mark.parametrize(("change", "error", "words"), DENSE, ids=ids(DENSE))

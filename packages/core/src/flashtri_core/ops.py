@@ -115,8 +115,11 @@ def _layouts(extras: Extras) -> tuple[tuple[Any, ...] | None, ...]:
 
 
 def _layout(x: Tensor) -> tuple[Any, ...]:
-    """The offset decides whether rows of a bias or mask are read in whole words, see ``attn_bias.eighths``."""
-    return x.shape, x.stride(), x.dtype, x.data_ptr() & 15 == 0, x.storage_offset() & 7 == 0
+    """The offset decides whether rows of a bias or mask are read in whole words, see ``attn_bias.eighths``.
+
+    The device is in it because what has a plan counts as checked, see :func:`known`.
+    """
+    return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15 == 0, x.storage_offset() & 7 == 0
 
 
 def known(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: tuple[Any, ...], return_max: bool) -> Plan | None:
