@@ -240,6 +240,26 @@ def test_a_plan_is_for_the_dtypes_that_hooks_return(changed, monkeypatch):
     assert len(made) == 2
 
 
+@lanes()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_lse_comes_back_from_hooks_in_another_dtype(lane, dtype):
+    """Kernels read it as they wrote it, also by a plan that such a call, or one without a hook, has made."""
+
+    def grads(unpack):
+        leaves = three(lane)
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, unpack):
+            out = flash_attn(*leaves, causal=True, impl=lane.impl)
+        return torch.autograd.grad(out, leaves, torch.ones_like(out))
+
+    def convert(x):
+        return x.to(dtype) if x.dim() == 3 else x
+
+    rounded = grads(lambda x: convert(x).to(x.dtype))
+    for unpack, right in ((convert, rounded), (lambda x: x, grads(lambda x: x)), (convert, rounded)):
+        for a, b in zip(grads(unpack), right, strict=True):
+            assert torch.equal(a, b)
+
+
 UNLIKE = {
     "batch": lambda x: torch.zeros(2, *x.shape[1:]),
     "heads": lambda x: x.new_zeros(1, 4, *x.shape[2:]),

@@ -50,9 +50,13 @@ def like_layout(x: Tensor, width: int) -> Tensor:
     return x.new_empty(batch, heads, rows, width)
 
 
+def _statistic_dtype(q: Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype is torch.float64 else torch.float32
+
+
 def _statistic(q: Tensor) -> Tensor:
     """Uninitialised LSE: (B, Hq, Nq) or (Hq, total); float32, float64 for float64 inputs."""
-    dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
+    dtype = _statistic_dtype(q)
     if q.dim() == 3:
         return q.new_empty(q.shape[1], q.shape[0], dtype=dtype)
     batch, heads, rows, _ = q.shape
@@ -269,11 +273,13 @@ def _backward(
             do, dlse = resolved(do, dlse)
         if do.stride(-1) != 1 and do.shape[-1] != 1:
             do = do.contiguous()  # e.g. the stride-0 gradient of sum()
+        if lse.dtype is not _statistic_dtype(q):
+            lse = lse.to(_statistic_dtype(q))  # a hook's; kernels read what they wrote
         inputs = (do, dlse, q, k, v, out, lse, extras)
         key = _backward_key(*inputs, options, need)
         plan = _plans.get(key) or _backward_plan(key, *inputs, options, need)
         if others is not None:
-            _expect_again(likely, plan, do, *tensors[1:])
+            _expect_again(likely, plan, do, q, k, v, out, lse, *others)
     fill, new_dq, new_dk, new_dv, new_dsink, new_dbias = plan
     grads = new_dq(), new_dk(), new_dv(), new_dsink(), new_dbias()
     fill(do, dlse, q, k, v, out, lse, extras, *grads)
