@@ -220,6 +220,8 @@ def specialise(config: BackwardConfig, problem: Problem) -> BackwardConfig:
         raise ValueError("ordered: only with dQ and heads up to 128, and not with whole_head or dk_last")
     if config.do_stages > 2 and width(problem) > 128:  # dO's stages guard two buffers of P and dS there
         raise ValueError(f"do_stages: at most 2 for heads wider than 128, got {config.do_stages}")
+    if config.late_dk and config.early_dv:
+        raise ValueError("late_dk: not with early_dv, with which the ptxas of Triton 3.6 crashes")
     if config.late_dk and config.dq:
         raise ValueError("late_dk: only without dQ, whose product needs the same dS")
     mask = MASKS[problem.mask_kind]
