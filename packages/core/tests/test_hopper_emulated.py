@@ -556,6 +556,27 @@ def test_part_of_the_gradients(wanted):
     assert all(torch.equal(a, b) for a, b in zip(got, want[:1] if wanted == "q" else want[1:], strict=True))
 
 
+@pytest.mark.parametrize("wanted", ["q", "k", "v", "kv"])
+@pytest.mark.parametrize("d", [64, 128, 192])
+def test_part_of_the_gradients_of_packed_tensors(d, wanted, poisoned):
+    """Wide heads compute all three, and what lies behind the last sequence is filled in what was asked for."""
+    lengths = [60, 129, 0]
+    tensors, cu = packed(lengths, d, tail=3)
+
+    def run(names):
+        leaves = [x.detach().requires_grad_(name in names) for x, name in zip(tensors, "qkv", strict=False)]
+        with gluon_cpu.emulate():
+            for _ in range(2):  # planned, and by that plan
+                out = flash_attn_varlen(*leaves, cu, cu, 129, 129, causal=True, impl="hopper")
+                got = torch.autograd.grad(out, [x for x in leaves if x.requires_grad], tensors[3])
+        return dict(zip(names, got, strict=True))
+
+    whole = run("qkv")
+    for name, x in run(wanted).items():
+        torch.testing.assert_close(x, whole[name])
+        assert not x[cu[-1] :].any()
+
+
 # ------------------------------------------------------------------------------------------------- injected faults
 FAULTS = {
     "a phase that never flips": ("forward.stage_of", "& 1", "& 0", "deadlock.*k_full"),

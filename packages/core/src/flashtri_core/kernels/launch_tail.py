@@ -30,8 +30,12 @@ class Tail:
         self.kernel = Launch(attn_tail_kernel, TAIL_PROGRAMS, (TAIL_BLOCK,), None, device)
 
     def job(self, extras: Extras, *tensors: Tensor | None) -> tuple[Any, int, tuple[Any, ...]]:
-        """(kernel, grid, arguments) of the launch, for whoever launches it among others."""
-        arguments = *tensors, *self.shapes, extras.cu_seqlens_q, extras.cu_seqlens_k, *self.sizes
+        """(kernel, grid, arguments) of the launch, for whoever launches it among others.
+
+        What there was none of when this was planned is left alone: a gradient that only the kernel needs.
+        """
+        wanted = [x if shape else None for x, shape in zip(tensors, self.shapes, strict=True)]
+        arguments = *wanted, *self.shapes, extras.cu_seqlens_q, extras.cu_seqlens_k, *self.sizes
         return self.kernel.kernel, self.kernel.grid, (*arguments, *self.kernel.constexprs)
 
     def __call__(self, extras: Extras, *tensors: Tensor | None) -> None:
