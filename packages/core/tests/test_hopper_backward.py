@@ -373,7 +373,7 @@ if not triton.__version__.startswith("3.6."):
     TIGHT |= {("softcap", 128): (336, 40), ("alibi", 64): (336, 40)}
 
 
-@pytest.mark.slow  # minutes; not yet run to the end on Triton 3.9
+@pytest.mark.slow  # minutes
 @pytest.mark.aot
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("d", [64, 128])
@@ -383,6 +383,8 @@ def test_features_compile_well(sm90, name, d, deterministic):
     tensors, extras = dense(d), Extras(**extra)
     p = dataclasses.replace(problem(*tensors, extras), **kw)
     most, inside = TIGHT.get((name, d), (256, 0))
+    if d == 64 and deterministic and not triton.__version__.startswith("3.6."):  # as in test_shipped_tiles_compile_well
+        inside = max(inside, 32)
     for kernel in compiled(p, extras, tensors, deterministic):
         assert_good(kernel, most=most, inside=inside)
 
@@ -402,7 +404,7 @@ def test_alibi_costs_a_multiply_add_per_score(sm90):
     assert 0 < biased - plain <= 32 + 2 + 16
 
 
-@pytest.mark.slow  # minutes; not yet run to the end on Triton 3.9
+@pytest.mark.slow  # minutes
 @pytest.mark.aot
 @pytest.mark.parametrize(("d", "deterministic"), [(64, False), (64, True), (128, False), (128, True), (256, False)])
 def test_packed_kernels_compile_well(sm90, d, deterministic):
