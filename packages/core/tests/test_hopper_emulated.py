@@ -237,7 +237,7 @@ def test_warpgroups_without_rows(options, causal, monkeypatch, poisoned):
 
 
 @pytest.mark.parametrize("options", [
-    dict(early_dv=True), dict(q_stages=3), dict(do_stages=3), dict(early_statistics=False), dict(early_statistics=True),
+    dict(early_dv=True, late_dk=False), dict(q_stages=3), dict(do_stages=3), dict(early_statistics=False), dict(early_statistics=True),
     dict(dk_last=False), dict(dk_last=True),
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("d", [64, 128])
@@ -284,7 +284,7 @@ LATE = [
 @pytest.mark.parametrize("q_stages", [2, 3])
 @pytest.mark.parametrize("case", LATE, ids=lambda case: case.name)
 def test_late_dk(case, d, q_stages, monkeypatch, poisoned):
-    split, late = launch_backward.split_tiles, {"late_dk": True, "q_stages": q_stages}
+    split, late = launch_backward.split_tiles, {"late_dk": True, "early_dv": False, "q_stages": q_stages}
     monkeypatch.setattr(launch_backward, "tiles", lambda p, *call: dataclasses.replace(split(p), **late))
     check(dataclasses.replace(case, d=d), BFLOAT, deterministic=(True,), seed=q_stages)
 
