@@ -226,6 +226,16 @@ def test_shipped_tiles_compile_well(sm90, d, causal, deterministic):
 
 
 @pytest.mark.aot
+def test_a_third_stage_of_q_compiles_well(sm90):
+    """Of long full attention, the only problems with it."""
+    tensors = dense(128, n=8192, heads=(4, 4), dtype=torch.bfloat16)
+    p = problem(*tensors)
+    assert hopper.tiles(p, False, 132).q_stages == 3
+    for kernel in compiled(p, Extras(), tensors, False):
+        assert_good(kernel, most=16)
+
+
+@pytest.mark.aot
 def test_additions_leave_beneath_the_last_product(sm90):
     """Narrow heads: in program order, the last wgmma group of a step begins before its additions to dQ and ends behind them."""
     tensors = dense(64, n=2048, heads=(4, 4), dtype=torch.bfloat16)

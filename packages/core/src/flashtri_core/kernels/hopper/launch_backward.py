@@ -146,7 +146,7 @@ def fused_tiles(problem: Problem) -> BackwardConfig:
         return split_tiles(problem)
     if width(problem) == 64:
         return BackwardConfig(block_m=128, dk_last=True)
-    third_q = problem.mask_kind == "full" and problem.seqlen_q >= 2048
+    third_q = problem.mask_kind == "full" and problem.seqlen_q >= 8192
     early = problem.mask_kind != "full" and not problem.varlen and problem.softcap == 0  # whose gradient takes the registers
     return BackwardConfig(q_stages=3 if third_q else 2, early_statistics=early)
 
