@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flashtri_core import ahead, dispatch, flash_attn, flash_attn_varlen, ops, target
 from flashtri_core.problem import NO_EXTRAS
-from flashtri_core.testing.cases import CASES, inputs, problem_of
+from flashtri_core.testing.cases import CASES, SAVED, Case, inputs, problem_of, run_with_hook
 from flashtri_core.testing.plugin import REFERENCE, lanes
 
 
@@ -285,24 +285,50 @@ def test_a_likely_plan_is_for_tensors_that_are_like_those_before(way, changed, m
     assert ops.known(*tensors, NO_EXTRAS, options, False) is None
 
 
+HOOKED = {
+    "dense": (Case("dense", batch=2, nq=20, nk=30, causal=True), SAVED[:5]),
+    "packed": (Case("packed", lengths=((5, 5), (9, 12)), tail=(2, 3), causal=True), ("cu_seqlens_q", "cu_seqlens_k")),
+    "features": (
+        Case(
+            "features",
+            batch=2,
+            nq=20,
+            nk=30,
+            alibi="bh",
+            sink=True,
+            bias="bhqk",
+            mask="qk",
+            used=(7, 30),
+            dropout_p=0.2,
+        ),
+        ("alibi_slopes", "learnable_sink", "attn_bias", "attn_mask", "seqused_k", "rng"),
+    ),
+}
+
+
+CHANGES = {
+    "sign in a flag": lambda x: torch._neg_view(-x),
+    "columns": lambda x: torch.stack((x, torch.ones_like(x)), -1)[..., 0],
+    "rows apart": lambda x: torch.cat((x, torch.ones_like(x)), -1)[..., : x.shape[-1]],
+}
+
+
 @lanes()
-@pytest.mark.parametrize("dims", [{4}, {3}, {3, 4}], ids=["q, k, v and out", "lse", "all"])
-def test_saved_tensors_come_back_from_hooks_with_other_strides(lane, dims):
-    """Kernels read rows: without a unit last stride they took the numbers beside."""
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in HOOKED for name in HOOKED[kind][1]])
+def test_saved_tensors_come_back_from_hooks_with_the_same_values(lane, kind, name):
+    """Kernels took the wrong sign, or the numbers beside; with rows of LSE apart they wrote where nothing of theirs is."""
+    given = inputs(HOOKED[kind][0], lane.dtype, lane.device)
 
-    def columns(x):
-        return torch.stack((x, torch.full_like(x, 7)), -1)[..., 0] if x.dim() in dims else x
+    def check(way, change):
+        got = run_with_hook(given, lane.impl, name, change, deterministic=True)
+        assert all(map(torch.equal, got, want)), way
 
-    def grads(unpack):
-        leaves = three(lane)
-        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, unpack):
-            out = flash_attn(*leaves, causal=True, impl=lane.impl)
-        return torch.autograd.grad(out, leaves, torch.ones_like(out))
-
-    want = grads(lambda x: x)
-    for _ in range(2):  # planned, and by that plan
-        for a, b in zip(grads(columns), want, strict=True):
-            assert torch.equal(a, b)
+    want = run_with_hook(given, lane.impl, name, lambda x: x, deterministic=True)
+    for way, change in CHANGES.items():
+        if name != "attn_mask" or way != "sign in a flag":  # a bool has none
+            check(way, change)
+            check(f"{way}, by that plan", change)
+    check("as it was", lambda x: x)
 
 
 @lanes()

@@ -181,6 +181,33 @@ def test_a_sign_in_a_flag(name, deterministic):
         assert torch.equal(a, b)
 
 
+HOOKED = {
+    "dense": (Case("dense", batch=2, nq=20, nk=30, d=64, causal=True), cases.SAVED[:5]),
+    "packed": (
+        Case("packed", lengths=((5, 5), (9, 12)), tail=(2, 3), d=64, causal=True, alibi="h", sink=True, used=(3, 12)),
+        ("alibi_slopes", "learnable_sink", "cu_seqlens_q", "cu_seqlens_k", "seqused_k"),
+    ),
+}
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in HOOKED for name in HOOKED[kind][1]])
+def test_saved_tensors_come_back_from_hooks_with_the_same_values(kind, name, deterministic):
+    given = cases.inputs(HOOKED[kind][0], HALF)
+    same, sign, columns = (
+        lambda x: x,
+        lambda x: torch._neg_view(-x),
+        lambda x: torch.stack((x, torch.ones_like(x)), -1)[..., 0],
+    )
+    with gluon_cpu.emulate(0):
+        want, *others = (
+            cases.run_with_hook(given, "hopper", name, change, deterministic=deterministic)
+            for change in (same, sign, columns)
+        )
+    for got in others:
+        assert all(map(torch.equal, got, want))
+
+
 @pytest.mark.parametrize("d", [64, 128])
 def test_nan_is_not_lost(d):
     """A maximum drops NaN; the row that a NaN key or sink belongs to must not."""

@@ -269,8 +269,11 @@ def _backward(
     likely = options, need, q.requires_grad, len(tensors)
     plan = None if others is None else _likely_plan(likely, *tensors)
     if plan is None:
-        if do.is_neg() or (dlse is not None and dlse.is_neg()):
-            do, dlse = resolved(do, dlse)
+        given = tensors if others is not None else [x for x in (do, dlse, q, k, v, out, lse, *extras) if x is not None]
+        if any(map(Tensor.is_neg, given)):  # the gradients, or what a hook gave back
+            do, dlse, q, k, v, out, lse = resolved(do, dlse, q, k, v, out, lse)
+            extras = extras if extras is NO_EXTRAS else Extras(*resolved(*extras))
+            return _backward(do, dlse, q, k, v, out, lse, extras, options, need)
         if do.stride(-1) != 1 and do.shape[-1] != 1:
             do = do.contiguous()  # e.g. the stride-0 gradient of sum()
         if lse.dtype is not _statistic_dtype(q):
@@ -290,9 +293,9 @@ def _backward_plan(
     key: tuple[Any, ...], do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     extras: Extras, options: tuple[Any, ...], need: tuple[bool, ...],
 ) -> Plan:  # fmt: skip
-    saved = q, k, v, out, lse
-    if any(x.stride(-1) != 1 and x.shape[-1] != 1 for x in saved):  # a hook's; kernels read rows
-        q, k, v, out, lse = (x.contiguous() for x in saved)
+    rows = [x for x in (q, k, v, out, *extras[4:]) if x is not None]
+    if not lse.is_contiguous() or any(x.stride(-1) != 1 and x.shape[-1] != 1 for x in rows):  # a hook's
+        q, k, v, out, lse, extras = _in_rows(q, k, v, out, lse, extras)
         fill, *makers = _backward_plan(key, do, dlse, q, k, v, out, lse, extras, options, need)
         return _remember(key, (partial(_fill_from_rows, fill), *makers))
     dq, dk, dv, dsink, dbias = grads = _grad_buffers(q, k, v, extras, *need)
@@ -305,9 +308,16 @@ def _backward_plan(
     return _remember(key, (dispatch.backward_plan(problem, impl, deterministic, *inputs, dq, dk, dv, dbias), *makers))
 
 
+def _in_rows(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, extras: Extras) -> tuple[Any, ...]:
+    """The same with rows that kernels can read, cu_seqlens, seqused_k and rng as well, and LSE laid out as delta will be."""
+    if extras is not NO_EXTRAS:
+        extras = Extras(*extras[:4], *(None if x is None else x.contiguous() for x in extras[4:]))
+    return *(x.contiguous() for x in (q, k, v, out, lse)), extras
+
+
 def _fill_from_rows(fill: Callable[..., Any], do: Tensor, dlse: Tensor | None, *tensors: Any) -> None:
-    """The backward of saved tensors that came back without a unit last stride."""
-    fill(do, dlse, *(x.contiguous() for x in tensors[:5]), *tensors[5:])
+    """The backward of saved tensors that came back with other strides."""
+    fill(do, dlse, *_in_rows(*tensors[:6]), *tensors[6:])
 
 
 def _fill_zeros(*tensors: Any) -> None:

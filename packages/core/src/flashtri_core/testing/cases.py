@@ -8,7 +8,7 @@ them larger.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,6 +21,8 @@ from ..reference import eager_attention
 from ..variants.attn_bias import as_4d
 
 SEED = 20
+#: What a call saves for its backward, in this order.
+SAVED = ("q", "k", "v", "out", "lse", *Extras._fields)
 GRADS = {"q": "dq", "k": "dk", "v": "dv", "learnable_sink": "dsink", "attn_bias": "dbias"}
 
 
@@ -259,6 +261,25 @@ def run(given: Inputs, impl: str, backward: bool = True, **keywords: Any) -> dic
         grads = torch.autograd.grad((out, lse), list(leaves.values()), (given.do, given.dlse))
         results |= {GRADS[n]: g for n, g in zip(leaves, grads, strict=True)}
     return results
+
+
+def run_with_hook(
+    given: Inputs, impl: str, name: str, change: Callable[[Tensor], Tensor], **keywords: Any
+) -> tuple[Tensor, ...]:
+    """Gradients of the output alone, where a hook of autograd's gives the saved tensor ``name`` (of SAVED) back changed."""
+    leaves = {n: given.tensors[n].detach().requires_grad_() for n in given.differentiable}
+    given = replace(given, tensors=given.tensors | leaves)
+    extras = problem_of(given)[1]._asdict()
+    names = iter([n for n in SAVED if n not in extras or extras[n] is not None])
+
+    def unpack(saved: tuple[str, Tensor]) -> Tensor:
+        return change(saved[1]) if saved[0] == name else saved[1]
+
+    torch.manual_seed(SEED)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: (next(names), x), unpack):
+        out = call(given, impl, **keywords)
+    assert next(names, None) is None
+    return torch.autograd.grad(out, list(leaves.values()), given.do)
 
 
 def problem(
