@@ -141,6 +141,32 @@ print("fine")
     assert run_python(NO_TRITON + code) == "fine"
 
 
+def test_import_registers_what_torch_counts_and_brings_nothing_heavy():
+    """A millisecond's import of torch's; SymPy alone would be 0.3 s of the first call."""
+    code = """
+import sys, torch
+before = set(sys.modules)
+import flashtri_core
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
+print(torch.ops.flashtri.fwd in flop_registry, torch.ops.flashtri.bwd in flop_registry)
+print(sorted({name for name in {"sympy", "torch._dynamo", "torch._inductor"} if name in sys.modules}))
+"""
+    assert run_python(code).split("\n") == ["True True", "[]"]
+
+
+def test_import_is_quiet_where_torch_would_log_that_triton_is_missing():
+    """torch for CUDA on Windows: the import neither logs nor brings the module that does."""
+    code = """
+import os, sys
+os.dup2(1, 2)
+import torch
+torch.version.cuda = "13.0"
+import flashtri_core
+print("torch.utils.flop_counter" in sys.modules)
+"""
+    assert run_python(NO_TRITON + code) == "False"
+
+
 def test_import_initialises_no_cuda():
     assert run_python("import flashtri_core, torch; print(torch.cuda.is_initialized())") == "False"
 

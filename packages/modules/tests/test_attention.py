@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import flashtri_modules.attention as attention
 from flashtri_modules import FlashCrossAttention, FlashSelfAttention, standard_alibi_slopes
@@ -346,6 +347,21 @@ def test_checkpoint(use_reentrant: bool, packed: bool, dropout_p: float) -> None
         gradients.append([leaf_x.grad, *(p.grad for p in layer.parameters())])
     for plain, again in zip(*gradients, strict=True):
         assert torch.equal(plain, again)
+
+
+@pytest.mark.parametrize("lengths", [None, LENGTHS], ids=["dense", "padded"])
+def test_operations_are_counted_once_and_for_the_layer(lengths: list[int] | None) -> None:
+    """By torch's FlopCounterMode: grouped heads, of 6; two products forward, five backward; padding attends to nothing."""
+    layer = FlashSelfAttention(E, 4, num_kv_heads=2, causal=True)
+    x = torch.randn(4, 7, E, requires_grad=True)
+    with FlopCounterMode(display=False) as mode:
+        layer(x, lengths=None if lengths is None else torch.tensor(lengths)).sum().backward()
+    counts = mode.get_flop_counts()["FlashSelfAttention"]
+    pairs = 4 * sum(n * n for n in lengths or [7] * 4)
+    assert counts.pop(torch.ops.flashtri.fwd) == 2 * pairs * 2 * 6
+    assert counts.pop(torch.ops.flashtri.bwd) == 2 * pairs * 5 * 6
+    projections = 2 * (4 * 7) * E * (2 * E + E)  # E to 4 and 2 * 2 heads of 6, and back
+    assert sum(counts.values()) == 3 * projections  # a product forward, two backward, and no other matmul
 
 
 def test_checkpointed_attention_leaks_nothing() -> None:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.utils import _python_dispatch
 
 from . import ahead, dispatch
 from .problem import NO_EXTRAS, Extras, Problem, describe
@@ -437,8 +438,9 @@ class _Eager(torch.autograd.Function):
     def backward(
         ctx: Any, do: Tensor | None, dlse: Tensor | None = None, _row_max: Tensor | None = None
     ) -> tuple[Any, ...]:
-        # create_graph=True: a second derivative would be asked of these gradients
-        bwd = _by_operator if torch.is_grad_enabled() else _backward
+        # create_graph=True: a second derivative would be asked of these gradients; a mode: FlopCounterMode counts operators,
+        # and its flag takes no call as ``watched`` does
+        bwd = _by_operator if torch.is_grad_enabled() or _python_dispatch._is_in_torch_dispatch_mode else _backward
         need = ctx.needs_input_grad[:5]
         try:
             return *_gradients(ctx, bwd, do, dlse, need), None
