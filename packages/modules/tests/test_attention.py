@@ -439,6 +439,47 @@ def test_fp32_weights_under_autocast(device: str) -> None:
     assert {p.grad.dtype for p in layer.parameters()} == {torch.float32}
 
 
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("given", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_autocast_casts_inputs(given: torch.dtype, weights: torch.dtype) -> None:
+    """Refused without it, and float64 with it: that autocast leaves alone."""
+    x = torch.randn(2, 8, E, dtype=given)
+    attend = FlashSelfAttention(E, 4, dtype=weights)
+    cross = FlashCrossAttention(E, 4, dtype=weights)
+    for layer, inputs in ((attend, (x,)), (cross, (x, x.float())), (cross, (x.float(), x))):
+        with torch.autocast("cpu", torch.bfloat16):
+            assert layer(*inputs).dtype == torch.bfloat16
+            with pytest.raises(TypeError, match=f"must have the dtype of .*weight, {weights}, got torch.float64$"):
+                layer(*(y.double() for y in inputs))
+        if {y.dtype for y in inputs} != {weights}:
+            with pytest.raises(TypeError, match=f"must have the dtype of .*weight, {weights}, got"):
+                layer(*inputs)
+
+
+@pytest.mark.parametrize("way", ["hook", "subclass", "parametrised"])
+def test_projections_may_cast(way: str) -> None:
+    """What sharding with mixed precision, adapters and quantised weights do is theirs."""
+
+    class Casting(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.float())
+
+    class Halved(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            return weight.half()
+
+    layer = FlashSelfAttention(E, 4, bias=False)
+    x = torch.randn(2, 8, E).half()
+    if way == "hook":
+        layer.qkv_proj.register_forward_pre_hook(lambda module, args: (args[0].float(),))
+    elif way == "subclass":
+        layer.qkv_proj = Casting(E, 3 * E, bias=False)
+    else:
+        for projection in (layer.qkv_proj, layer.out_proj):
+            nn.utils.parametrize.register_parametrization(projection, "weight", Halved(), unsafe=True)
+    assert layer(x).dtype == (torch.float16 if way == "parametrised" else torch.float32)
+
+
 @pytest.mark.parametrize("form", ["dense", "padded", "packed"])
 def test_compile_fullgraph_without_a_recompile_per_length(form: str) -> None:
     torch._dynamo.reset()
@@ -615,6 +656,17 @@ BAD_SELF = [
     ({"x": X, **PACKED}, ValueError, r"x must be \(total, 24\) with cu_seqlens"),
     ({"x": [1.0]}, TypeError, "x must be a float tensor, got list"),
     ({"x": X.int()}, TypeError, "x must be a float tensor, got torch.int32"),
+    (
+        {"x": X.half()},
+        TypeError,
+        r"x must have the dtype of qkv_proj.weight, torch.float32, got torch.float16 \(torch.autocast",
+    ),
+    ({"x": X.double()}, TypeError, "x must have the dtype of qkv_proj.weight, torch.float32, got torch.float64$"),
+    (
+        {"x": X2.bfloat16(), **PACKED},
+        TypeError,
+        "x must have the dtype of qkv_proj.weight, torch.float32, got torch.bfloat16",
+    ),
     ({"x": X, "lengths": [1, 4]}, TypeError, "lengths must be a tensor of integers, got list"),
     ({"x": X, "lengths": LEN, "attn_mask": [True]}, TypeError, "attn_mask must be a tensor, got list"),
     ({"x": X2, "cu_seqlens": [0, 8], "max_seqlen": 8}, TypeError, "cu_seqlens_q must be an int32 tensor, got list"),
@@ -644,6 +696,16 @@ PACKED_PAIR = {**PACKED, "context_cu_seqlens": CU, "context_max_seqlen": 8}
 BAD_CROSS = [
     ({"x": X2, "context": X}, ValueError, r"x must be \(B, N, 24\)"),
     ({"x": X, "context": X[..., :9]}, ValueError, r"context must be \(B, N, 24\), got shape \(2, 4, 9\)"),
+    (
+        {"x": X.half(), "context": X},
+        TypeError,
+        "x must have the dtype of q_proj.weight, torch.float32, got torch.float16",
+    ),
+    (
+        {"x": X, "context": X.half()},
+        TypeError,
+        "context must have the dtype of kv_proj.weight, torch.float32, got torch.float16",
+    ),
     ({"x": X, "context": [1.0]}, TypeError, "context must be a float tensor, got list"),
     ({"x": X, "context": X[:1]}, ValueError, "x and context must have the same batch size, got 2 and 1"),
     ({"x": X, "context": NESTED}, TypeError, "context must be a plain tensor, got a nested one"),

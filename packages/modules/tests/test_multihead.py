@@ -273,6 +273,9 @@ BAD = [
     (([1.0], X, X), {}, TypeError, "query must be a float tensor, got list"),
     ((X, None, X), {}, TypeError, "key must be a float tensor, got NoneType"),
     ((X, X, X.int()), {}, TypeError, "value must be a float tensor, got torch.int32"),
+    ((X.half(), X, X), {}, TypeError, "query must have the dtype of in_proj_weight, torch.float32, got torch.float16"),
+    ((X, X.bfloat16(), X), {}, TypeError, "key must have the dtype of in_proj_weight, torch.float32, got torch.bfloat16"),
+    ((X, X, X.double()), {}, TypeError, "value must have the dtype of in_proj_weight, torch.float32, got torch.float64$"),
     ((X, X, X), {"attn_mask": [1.0]}, TypeError, "attn_mask must be boolean or floating point, got list"),
     ((X, X, X), {"is_causal": 1}, TypeError, "is_causal must be a bool, got int"),
     ((X, X, X), {"key_padding_mask": [True]}, TypeError, "key_padding_mask must be boolean or floating point, got list"),
@@ -289,3 +292,29 @@ BAD = [
 def test_bad_input(inputs: tuple, masks: dict, error: type[Exception], message: str, need_weights: bool) -> None:
     with pytest.raises(error, match=message):
         FlashMultiheadAttention(E, H, batch_first=True)(*inputs, need_weights=need_weights, **masks)
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_dtypes_of_inputs_with_other_widths(need_weights: bool) -> None:
+    """Three projections then; autocast casts whatever meets them."""
+    layer = FlashMultiheadAttention(E, H, batch_first=True, kdim=3, vdim=5)
+    inputs = [torch.zeros(N, L, width) for width in (E, 3, 5)]
+    for n, name in enumerate(("query", "key", "value")):
+        odd = [x.half() if m == n else x for m, x in enumerate(inputs)]
+        with pytest.raises(
+            TypeError, match=f"{name} must have the dtype of {name[0]}_proj_weight, torch.float32, got torch.float16"
+        ):
+            layer(*odd, need_weights=need_weights)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert layer(*odd, need_weights=need_weights)[0].dtype == torch.bfloat16
+
+
+def test_a_parametrised_projection_may_cast() -> None:
+    class Halved(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            return weight.half()
+
+    layer = FlashMultiheadAttention(E, H, batch_first=True, bias=False)
+    nn.utils.parametrize.register_parametrization(layer, "in_proj_weight", Halved(), unsafe=True)
+    layer.out_proj.half()
+    assert layer(X.half(), X.half(), X.half(), need_weights=False)[0].dtype == torch.float16

@@ -225,7 +225,7 @@ class _Attention(nn.Module):
         )  # fmt: skip
         return out.flatten(1)
 
-    def _check_input(self, name: str, x: Tensor, features: int, packed: bool, packed_by: str) -> None:
+    def _check_input(self, name: str, x: Tensor, layer: str, features: int, packed: bool, packed_by: str) -> None:
         if not isinstance(x, Tensor) or not x.is_floating_point():
             raise TypeError(
                 f"{name} must be a float tensor, got {x.dtype if isinstance(x, Tensor) else type(x).__name__}"
@@ -238,6 +238,24 @@ class _Attention(nn.Module):
         if x.dim() != (2 if packed else 3) or x.shape[-1] != features:
             hint = "" if packed or x.dim() != 2 else f"; packed input needs {packed_by}"
             raise ValueError(f"{name} must be {form}, got shape {tuple(x.shape)}{hint}")
+        projection = getattr(self, layer)
+        if type(projection) is nn.Linear and not projection._forward_pre_hooks:  # others may cast, as sharded ones do
+            check_dtype(name, x, f"{layer}.weight", projection._parameters.get("weight"))
+
+
+def check_dtype(name: str, x: Tensor, weight_name: str, weight: Tensor | None) -> None:
+    """Refuse an input of another dtype than the weight it meets, unless autocast makes them one; without a weight, nothing.
+
+    Raises:
+        TypeError: that the linear layer would stop at.
+    """
+    if weight is None or x.dtype is weight.dtype:
+        return
+    casts = torch.float64 not in (x.dtype, weight.dtype)
+    if casts and not x.is_meta and torch.is_autocast_enabled(x.device.type):
+        return
+    hint = " (torch.autocast casts both)" if casts else ""
+    raise TypeError(f"{name} must have the dtype of {weight_name}, {weight.dtype}, got {x.dtype}{hint}")
 
 
 def _check_int(name: str, value: object) -> None:
@@ -374,7 +392,8 @@ class FlashSelfAttention(_Attention):
             As `x`.
 
         Raises:
-            TypeError: `x` is a nested tensor; `lengths` does not hold integers.
+            TypeError: `x` is a nested tensor, or outside autocast of another dtype than the parameters; `lengths` does not
+                hold integers.
             ValueError: `x` or `lengths` of another shape than stated; on CPU, a length outside `[0, N]`; only one of
                 `cu_seqlens` and `max_seqlen` given, or `lengths` beside them. The checks of `flash_attn` apply to the
                 rest.
@@ -383,7 +402,7 @@ class FlashSelfAttention(_Attention):
             raise ValueError("cu_seqlens and max_seqlen must be given together")
         if cu_seqlens is not None and lengths is not None:
             raise ValueError("lengths describes a padded batch, and cannot be given with cu_seqlens")
-        self._check_input("x", x, self.embed_dim, cu_seqlens is not None, "cu_seqlens and max_seqlen")
+        self._check_input("x", x, "qkv_proj", self.embed_dim, cu_seqlens is not None, "cu_seqlens and max_seqlen")
         heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
         q, k, v = self.qkv_proj(x).unflatten(-1, (sum(heads), self.head_dim)).split(heads, dim=-2)
         if cu_seqlens is None or max_seqlen is None:
@@ -487,7 +506,7 @@ class FlashCrossAttention(_Attention):
             As `x`.
 
         Raises:
-            TypeError: a nested tensor; lengths that are not integers.
+            TypeError: a nested tensor; outside autocast another dtype than the parameters'; lengths that are not integers.
             ValueError: `x`, `context` or lengths of another shape than stated; different batch sizes; on CPU, a length
                 out of range; some but not all of the packed arguments given, or lengths beside them. The checks of
                 `flash_attn` apply to the rest.
@@ -497,8 +516,8 @@ class FlashCrossAttention(_Attention):
         if packed and any(argument is None for argument in packed_arguments):
             raise ValueError("cu_seqlens, max_seqlen, context_cu_seqlens and context_max_seqlen must be given together")
         packed_by = "cu_seqlens, max_seqlen, context_cu_seqlens and context_max_seqlen"
-        self._check_input("x", x, self.embed_dim, packed, packed_by)
-        self._check_input("context", context, self.context_dim, packed, packed_by)
+        self._check_input("x", x, "q_proj", self.embed_dim, packed, packed_by)
+        self._check_input("context", context, "kv_proj", self.context_dim, packed, packed_by)
         if packed and not (lengths is None and context_lengths is None):
             raise ValueError("lengths and context_lengths describe padded batches, and cannot be given with cu_seqlens")
         if not packed and x.shape[0] != context.shape[0]:

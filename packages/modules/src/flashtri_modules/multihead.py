@@ -6,6 +6,8 @@ from torch import Tensor, nn
 
 from flashtri_core import flash_attn
 
+from .attention import check_dtype
+
 
 class FlashMultiheadAttention(nn.MultiheadAttention):
     """Drop-in for `nn.MultiheadAttention`; a subclass that replaces `forward`.
@@ -67,7 +69,8 @@ class FlashMultiheadAttention(nn.MultiheadAttention):
             without `need_weights`.
 
         Raises:
-            TypeError: a nested tensor; a mask that is neither boolean nor floating point; `is_causal` that is no bool.
+            TypeError: a nested tensor; outside autocast another dtype than the parameters'; a mask that is neither
+                boolean nor floating point; `is_causal` that is no bool.
             ValueError: a tensor or mask of another shape than stated.
         """
         for name, tensor in (("query", query), ("key", key), ("value", value)):
@@ -87,7 +90,7 @@ class FlashMultiheadAttention(nn.MultiheadAttention):
         if unbatched:
             query, key, value = (t.unsqueeze(batch_axis) for t in (query, key, value))
             key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
-        self._check_shapes(query, key, value)
+        self._check_inputs(query, key, value)
         batch, seqlen_q, seqlen_k = query.shape[batch_axis], query.shape[1 - batch_axis], key.shape[1 - batch_axis]
 
         q, k, v = self._project(query, key, value, packed_projection)
@@ -112,7 +115,7 @@ class FlashMultiheadAttention(nn.MultiheadAttention):
             weights = None if weights is None else weights.squeeze(0)
         return out, weights
 
-    def _check_shapes(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+    def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         batch_axis = 0 if self.batch_first else 1
         order = "(N, L, features)" if self.batch_first else "(L, N, features)"
         for name, tensor, features in (
@@ -120,6 +123,8 @@ class FlashMultiheadAttention(nn.MultiheadAttention):
         ):  # fmt: skip
             if tensor.dim() != 3 or tensor.shape[-1] != features:
                 raise ValueError(f"{name} must be {order} with {features} features, got shape {tuple(tensor.shape)}")
+            weight = "in_proj_weight" if self._qkv_same_embed_dim else f"{name[0]}_proj_weight"
+            check_dtype(name, tensor, weight, self._parameters.get(weight))  # parametrised: none
         if key.shape[:2] != value.shape[:2]:
             raise ValueError(f"key and value must agree in N and S, got {tuple(key.shape)} and {tuple(value.shape)}")
         if query.shape[batch_axis] != key.shape[batch_axis]:
