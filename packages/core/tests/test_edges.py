@@ -188,6 +188,38 @@ def test_nan_reaches_the_rows_that_see_it(lane, where, hide):
     )
 
 
+USED = Case("used", batch=2, heads=(4, 2), used=(17, 50), alibi="h", bias="bhqk")
+
+
+@lanes()
+@pytest.mark.parametrize("name", ["k", "v", "attn_bias"])
+def test_what_lies_behind_the_keys_in_use(lane, name):
+    """A cache may hold anything there. On a CPU it was weighted with 0, and NaN came out."""
+    given = lane.inputs(USED)
+    behind = given.case.used[0]
+    x = given.tensors[name]
+    (x[0, :, :, behind:] if name == "attn_bias" else x[0, :, behind:]).fill_(float("nan"))
+    got = lane.check(given)
+    assert not any(x.isnan().any() for x in got.values())
+    assert not (
+        got["dk"][0, :, behind:].any() or got["dv"][0, :, behind:].any() or got["dbias"][0, :, :, behind:].any()
+    )
+
+
+@lanes(REFERENCE, INTERPRETER, GPU_HALF)  # the Hopper kernels make some of them NaN, see NOTES_backward.md
+@pytest.mark.parametrize("name", ["q", "v", "alibi_slopes", "do"])
+def test_keys_behind_those_in_use_get_no_gradient_of_nan(lane, name):
+    """Where it belongs to their head; nobody sees them."""
+    given = lane.inputs(USED)
+    behind = given.case.used[0]
+    (given.do if name == "do" else given.tensors[name])[0].fill_(float("nan"))
+    for got in (lane.run(given), cases.exact(given)):
+        assert got["dk"].isnan().any() and got["dbias"].isnan().any()
+        assert not (
+            got["dk"][0, :, behind:].any() or got["dv"][0, :, behind:].any() or got["dbias"][0, :, :, behind:].any()
+        )
+
+
 @lanes()
 @pytest.mark.parametrize("name", ["sink", "sink_dead_rows", "packed_sink"])
 def test_nan_in_a_sink_reaches_its_head(lane, name):

@@ -208,6 +208,19 @@ def test_saved_tensors_come_back_from_hooks_with_the_same_values(kind, name, det
         assert all(map(torch.equal, got, want))
 
 
+@pytest.mark.parametrize(("d", "deterministic"), [(64, False), (64, True), (192, False)])
+def test_what_lies_behind_the_keys_in_use(d, deterministic):
+    """A cache may hold anything there, also NaN."""
+    given = cases.inputs(Case("used", batch=2, heads=(2, 1), nq=70, nk=150, d=d, causal=True, used=(40, 150)), HALF)
+    for name in "kv":
+        given.tensors[name][0, :, 40:] = NAN
+    right, eager = cases.exact(given), cases.exact(given, HALF)
+    with gluon_cpu.emulate(0):
+        got = cases.run(given, "hopper", deterministic=deterministic)
+    budget.check(got, right, eager)
+    assert not (got["dk"][0, :, 40:].any() or got["dv"][0, :, 40:].any())
+
+
 @pytest.mark.parametrize("d", [64, 128])
 def test_nan_is_not_lost(d):
     """A maximum drops NaN; the row that a NaN key or sink belongs to must not."""

@@ -90,6 +90,7 @@ def eager_attention(
     used: int | Tensor = nk
     if extras.seqused_k is not None:
         used = extras.seqused_k.clamp(max=nk).to(torch.int64)[z, None, None, None]
+        k, v = _in_use(k, used), _in_use(v, used)
     _, s, _ = masked_scores(q @ k.transpose(-1, -2), problem, extras, z, i, nq, used)
     if extras.learnable_sink is not None:
         column = extras.learnable_sink.to(s.dtype)[None, :, None, None].expand(*s.shape[:3], 1)
@@ -168,6 +169,13 @@ def _heads_first(x: Tensor, rows: slice, varlen: bool) -> Tensor:
     return x[rows].transpose(0, 1)[None] if varlen else x[:, :, rows]
 
 
+def _in_use(x: Tensor, used: int | Tensor) -> Tensor:
+    """x (b, H, keys, D) with 0 for the keys behind those in use, whatever memory holds there: 0 times NaN is NaN."""
+    return (
+        x if isinstance(used, int) else x.masked_fill(torch.arange(x.shape[2], device=x.device)[:, None] >= used, 0.0)
+    )
+
+
 def _chunks(problem: Problem, part: _Segment, keys: int) -> Iterator[slice]:
     per_row = max(1, len(part.z) * problem.heads_q * keys)
     step = max(1, CHUNK_ELEMENTS // per_row)
@@ -196,7 +204,7 @@ def chunked_forward(
                 statistic.fill_(float("-inf"))
     for part in _segments(problem, extras, q.device):
         qs, os = (_heads_first(x, part.rows_q, problem.varlen) for x in (q, out))
-        ks, vs = (_heads_first(x, part.rows_k, problem.varlen).to(high) for x in (k, v))
+        ks, vs = (_in_use(_heads_first(x, part.rows_k, problem.varlen).to(high), part.used) for x in (k, v))
         lses, maxes = (
             None if x is None else (x[:, part.rows_q][None] if problem.varlen else x) for x in (lse, row_max)
         )
@@ -250,7 +258,7 @@ def chunked_backward(
                 grad.zero_()
     for part in _segments(problem, extras, q.device):
         dos, qs, os = (_heads_first(x, part.rows_q, problem.varlen) for x in (do, q, out))
-        ks, vs = (_heads_first(x, part.rows_k, problem.varlen).to(high) for x in (k, v))
+        ks, vs = (_in_use(_heads_first(x, part.rows_k, problem.varlen).to(high), part.used) for x in (k, v))
         lses, dlses = (None if x is None else (x[:, part.rows_q][None] if problem.varlen else x) for x in (lse, dlse))
         assert lses is not None
         dk_sum, dv_sum = torch.zeros_like(ks), torch.zeros_like(vs)
@@ -273,7 +281,7 @@ def chunked_backward(
             factor = dropout_scale(p, problem, extras, part.z, i, keys)
             dv_sum += _grouped(p * factor, problem.heads_k).transpose(-1, -2) @ _grouped(doc, problem.heads_k)
             dp = (_grouped(doc, problem.heads_k) @ vs.transpose(-1, -2)).view(p.shape) * factor
-            ds = p * (dp - delta[..., None])
+            ds = _in_use((p * (dp - delta[..., None])).mT, part.used).mT
             if bias_sum is not None:
                 _add_to_bias(bias_sum, ds, part, i)
             if problem.softcap > 0:
@@ -285,7 +293,7 @@ def chunked_backward(
                 _heads_first(dq, part.rows_q, problem.varlen)[:, :, rows] = dqc.to(dq.dtype)
         for grad, total in ((dk, dk_sum), (dv, dv_sum)):
             if grad is not None:
-                _heads_first(grad, part.rows_k, problem.varlen).copy_(total)
+                _heads_first(grad, part.rows_k, problem.varlen).copy_(_in_use(total, part.used))
     if dsink is not None and sink_sum is not None:
         dsink.copy_(sink_sum)
     if dbias is not None and bias_sum is not None:
