@@ -467,7 +467,7 @@ ORDER_FAULTS = {
         "full",
     ),
     "handed on before it is added": (
-        "backward.step", "add_dq(dq, DQ_ACC, block", "pass_semaphore(DQ_SEMAPHORE, block, tile_n + 1, WG)\n        add_dq(dq, DQ_ACC, block",
+        "backward.step", "add_dq(dq, DQ_ACC, block", "pass_semaphore(DQ_SEMAPHORE, block, tile_n + 1, WG)\n            add_dq(dq, DQ_ACC, block",
         "deadlock|dq", "full",
     ),
     "handed on before its turn": (
