@@ -97,12 +97,9 @@ def test_whole_head_refuses_what_it_would_get_wrong():
     (64, dict(block_m=64), "block_m"), (128, dict(block_m=128), "block_m"), (128, dict(late_dk=True), "late_dk"),
     (128, dict(whole_head=True, dq=False), "whole_head"), (64, dict(whole_head=True, group_split=2), "group_split"),
     (128, dict(ordered=True, dq=False), "ordered"), (128, dict(ordered=True, whole_head=True), "ordered"),
-    (256, dict(ordered=True), "ordered"), (64, dict(ordered=True), "ordered: .* dk_last"), (64, dict(dq=False), "dk_last"),
+    (256, dict(ordered=True), "ordered"), (64, dict(ordered=True), "ordered: .* or dk_last"), (64, dict(dq=False), "dk_last"),
     (256, dict(do_stages=3), "do_stages"),
     (128, dict(dq=False, late_dk=True, early_dv=True), "late_dk: .* early_dv"),
-    (64, dict(late_add=True), "late_add: .* dk_last"), (128, dict(late_add=True, dq=False), "late_add"),
-    (128, dict(late_add=True, whole_head=True), "late_add"), (128, dict(late_add=True, ordered=True), "ordered: .* late_add"),
-    (256, dict(late_add=True), "late_add"),
     (256, dict(dk_last=True), "dk_last"), (128, dict(group_split=0), "group_split"), (128, dict(group_split=4), "group_split: must divide the 2 query heads"),
 ])  # fmt: skip
 def test_configurations_that_do_not_fit_are_refused(d, change, words):
@@ -344,24 +341,6 @@ def test_late_dk_compiles_well(sm90, causal):
         assert_good(
             kernel, most=(128 if causal else 68) if newer else 28, inside=(16 if causal else 11) if newer else 0
         )
-
-
-@pytest.mark.aot
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("d", [64, 128])
-def test_late_additions_compile_well(sm90, d, causal):
-    """They stand behind the first wgmma of a step's S, with neither a wait nor a branch between the two."""
-    tensors = dense(d, heads=(4, 4), dtype=torch.bfloat16)
-    p = problem(*tensors, causal=causal)
-    late = dataclasses.replace(hopper.fused_tiles(p), late_add=True, dk_last=False)
-    main = list(compiled(p, Extras(), tensors, False, late))[1]
-    assert_good(main, most=36 if d == 64 else 16)
-    loops = [re.findall(r"\b(HGMMA|REDG|DEPBAR|BRA)\b", "\n".join(loop)) for loop in aot.main_loops(main.sass)]
-    steps = [ops for ops in loops if (ops.count("HGMMA"), ops.count("REDG")) == (32, 8)]  # not what holds loops
-    assert len(steps) == (4 if causal else 2)
-    for ops in steps:
-        last = len(ops) - 1 - ops[::-1].index("REDG")
-        assert "HGMMA" in ops[: ops.index("REDG")] and not {"DEPBAR", "BRA"} & set(ops[ops.index("HGMMA") : last])
 
 
 #: Bytes of per-tile scalars that ordered additions keep in local memory, at D = 64 and 128, and whether compiling takes long.

@@ -278,30 +278,13 @@ def test_warpgroups_without_rows(options, causal, monkeypatch, poisoned):
 
 @pytest.mark.parametrize("options", [
     dict(early_dv=True, late_dk=False), dict(q_stages=3), dict(do_stages=3), dict(early_statistics=False), dict(early_statistics=True),
-    dict(dk_last=False), dict(dk_last=True), dict(dk_last=False, late_add=True),
+    dict(dk_last=False), dict(dk_last=True),
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("d", [64, 128])
 def test_backward_schedules(d, options, monkeypatch, poisoned):
     use(launch_backward, options, monkeypatch)
     paths = (False,) if "dk_last" in options else (False, True)  # a deterministic dK has no dQ beside it
     check(Case("schedule", heads=(4, 2), nq=400, nk=330, d=d, causal=True), HALF, deterministic=paths)
-
-
-LATE_ADD = [
-    Case("full", batch=2, nq=200, nk=300), Case("one block", nq=50, nk=300), Case("window", nq=300, nk=300, window=(30, 20), sink=True),
-    Case("packed", lengths=((1, 5), (128, 128), (150, 130), (0, 3), (77, 0)), causal=True, tail=(3, 5)),
-    Case("rows that see no keys", nq=300, nk=70, causal=True), Case("used", nq=100, nk=150, batch=2, used=(100, 0)),
-    Case("shares", heads=(4, 1), nq=200, nk=200, causal=True, alibi="h"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("d", [64, 128])
-@pytest.mark.parametrize("case", LATE_ADD, ids=lambda case: case.name)
-def test_late_additions(case, d, monkeypatch, poisoned):
-    """Also where a tile has one step, or none, and where a head's first step follows another's last."""
-    use(launch_backward, dict(dk_last=False, late_add=True), monkeypatch)
-    for seed in range(2):
-        check(dataclasses.replace(case, d=d), HALF, deterministic=(False,), seed=seed)
 
 
 @pytest.mark.parametrize("d", [64, 80, 128])
@@ -467,7 +450,7 @@ ORDER_FAULTS = {
         "full",
     ),
     "handed on before it is added": (
-        "backward.step", "add_dq(dq, DQ_ACC, block", "pass_semaphore(DQ_SEMAPHORE, block, tile_n + 1, WG)\n            add_dq(dq, DQ_ACC, block",
+        "backward.step", "add_dq(dq, DQ_ACC, block", "pass_semaphore(DQ_SEMAPHORE, block, tile_n + 1, WG)\n        add_dq(dq, DQ_ACC, block",
         "deadlock|dq", "full",
     ),
     "handed on before its turn": (

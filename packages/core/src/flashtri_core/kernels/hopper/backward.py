@@ -43,8 +43,7 @@ Barriers (``full``: the bytes are there; ``empty``: all readers are done)::
                        q_empty[s]  <-- dK is in registers -----------
     next tile: wait kv_empty           k[w], v[w]       <------------ dK, dV leave through them
 
-With ``C.dk_last`` dK is issued when dQ is there: the additions, whose registers dP^T needs next, leave beneath it. With
-``C.late_add`` they leave beneath the next step's S^T, which does not need them: ptxas waits for them at a loop's end otherwise.
+With ``C.dk_last`` dK is issued when dQ is there: the additions, whose registers dP^T needs next, leave beneath it.
 ``ds`` has two buffers and no ``empty`` barrier: a warpgroup that writes buffer b again has waited, one step before, for
 both warpgroups to fill the other buffer, and each of them did that after its last read of b. K's rows are read by both
 warpgroups (dQ), so ``k_done`` counts both in before dK leaves through K's buffer; V's rows are private.
@@ -381,15 +380,6 @@ def issue_dq(tiles, buffer, zero, WG: gl.constexpr, DQ_LAYOUT: gl.constexpr, C: 
 
 
 @gluon.jit
-def no_product(x):
-    """The fp32 tile x, for a later step: ptxas takes it for no product's accumulators any more, and no wait into the next one.
-
-    The moves are none in machine code.
-    """
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=False, pack=1)
-
-
-@gluon.jit
 def dq_address(DQ_ACC, chunk, COLS: gl.constexpr, DQ_LAYOUT: gl.constexpr):
     """Where the accumulator holds this thread's part of a [64, COLS] tile, which fills whole chunks of 64 columns.
 
@@ -512,8 +502,8 @@ def clear_foreign_queries(tiles, bars, q_stage, do_stage, do_phase, valid, WG: g
 
 @gluon.jit
 def step(
-    dk, dv, dq, count, before, at, h, slope, block0, t, seen, sizes, unit_log2, variant, args, DQ_ACC, DQ_SEMAPHORE, tiles,
-    bars, WG: gl.constexpr, MASK: gl.constexpr, S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, DQ_LAYOUT: gl.constexpr,
+    dk, dv, count, before, at, h, slope, block0, t, seen, sizes, unit_log2, variant, args, DQ_ACC, DQ_SEMAPHORE, tiles, bars,
+    WG: gl.constexpr, MASK: gl.constexpr, S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, DQ_LAYOUT: gl.constexpr,
     C: gl.constexpr,
 ):  # fmt: skip
     """BLOCK_M query rows of a head: dK, dV of this warpgroup's keys, and this warpgroup's half of the rows' dQ.
@@ -522,8 +512,7 @@ def step(
     there was none. With ``C.late_dk`` a step's dK += dS^T Q is issued in the next step, under whose exp2 it runs; dS^T waits in
     shared memory. With ``C.early_statistics`` LSE and delta are in registers before the products that they are needed after:
     beside a wgmma, loads from shared memory take hundreds of clocks. With ``C.ordered`` block ``before`` is handed on, always
-    before this one is waited for. With ``C.late_add`` ``dq`` is the last step's, and is added here to block ``before``. While
-    there is none, zeros are added to this one: under a predicate, ptxas makes a branch of every addition.
+    before this one is waited for.
     """
     BLOCK_M: gl.constexpr = C.block_m
     h, m, block = place_of(at, h, block0, t, sizes, C)
@@ -547,8 +536,6 @@ def step(
     s = warpgroup_mma(k, q.permute((1, 0)), blank, use_acc=False, is_async=True)
     if C.early_statistics:
         lse_log2 = tiles.lse.index(q_stage).load(gl.SliceLayout(0, S_LAYOUT))[None, :]
-    if C.late_add:
-        add_dq(dq, DQ_ACC, gl.where(before >= 0, before, block) * 2 + WG, True, HALF, DQ_LAYOUT, C)
     mbarrier.wait(bars.do_full.index(do_stage), do_phase)
     dp = warpgroup_mma(v, do.permute((1, 0)), blank, use_acc=False, is_async=True)
     i = (m * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, S_LAYOUT)))[None, :]
@@ -607,20 +594,15 @@ def step(
             dk = warpgroup_mma(ds16, q, dk, is_async=True)
         if C.ordered:  # the additions are a step old, and the fence finds nothing to wait for
             pass_semaphore(DQ_SEMAPHORE, before, tile_n + 1, WG)
-        if C.late_add:
-            dv, dk, dq = warpgroup_mma_wait(0, deps=(dv, dk, dq))
-            dq = no_product(dq)
-            mbarrier.arrive(bars.do_empty.index(do_stage), count=1)
-        else:
-            dv, dq = warpgroup_mma_wait(0 if C.dk_last else 1, deps=(dv, dq))
-            mbarrier.arrive(bars.do_empty.index(do_stage), count=1)
-            # A branch again, on a barrier that cannot advance before this warpgroup does: the additions stay above the wait.
-            mbarrier.wait(bars.ds_full.index(buffer), ds_phase)
-            if C.ordered:
-                await_semaphore(DQ_SEMAPHORE, block, gl.where(m < t.before_hi, tile_n, 0), early, WG)
-            add_dq(dq, DQ_ACC, block * 2 + WG, m < seen, HALF, DQ_LAYOUT, C)
-            if C.dk_last:
-                dk = warpgroup_mma(ds16, q, dk, is_async=True)
+        dv, dq = warpgroup_mma_wait(0 if C.dk_last else 1, deps=(dv, dq))
+        mbarrier.arrive(bars.do_empty.index(do_stage), count=1)
+        # A branch again, on a barrier that cannot advance before this warpgroup does: the additions stay above the wait.
+        mbarrier.wait(bars.ds_full.index(buffer), ds_phase)
+        if C.ordered:
+            await_semaphore(DQ_SEMAPHORE, block, gl.where(m < t.before_hi, tile_n, 0), early, WG)
+        add_dq(dq, DQ_ACC, block * 2 + WG, m < seen, HALF, DQ_LAYOUT, C)
+        if C.dk_last:
+            dk = warpgroup_mma(ds16, q, dk, is_async=True)
     elif not C.late_dk:
         dk = warpgroup_mma(ds16, q, dk, is_async=True)
         dv = warpgroup_mma_wait(1, deps=(dv,))
@@ -630,10 +612,9 @@ def step(
         mbarrier.arrive(bars.do_empty.index(do_stage), count=1)
         mbarrier.arrive(bars.q_empty.index(q_last), count=1, pred=count > 0)
     else:
-        if not C.late_add:
-            dk = warpgroup_mma_wait(0, deps=(dk,))
+        dk = warpgroup_mma_wait(0, deps=(dk,))
         mbarrier.arrive(bars.q_empty.index(q_stage), count=1)
-    return dk, dv, dq
+    return dk, dv
 
 
 # ---------------------------------------------------------------------------------------------------------- epilogue
@@ -709,7 +690,6 @@ def consumer(
                     clear_rows(tiles.v.index(WG).reshape([HALF, C.d]), valid, HALF, C.d)
                     fence_async_shared()
                     named_barrier_wait(CLEARED, 128, 256)
-        dq = gl.zeros([HALF, HALF], gl.float32, DQ_LAYOUT)
         walks, heads = walks_of(sizes, C)
         for g in range(walks):
             h = t.hk * sizes.group + g
@@ -717,24 +697,21 @@ def consumer(
             block0 = first_query_block(t.z, h, t.q_row0, sizes, C)
             if FIRST_EDGE:
                 for at in range(t.lo * heads, t.free_lo * heads):
-                    dk, dv, dq = step(dk, dv, dq, count, before, at, h, slope, block0, t, seen, sizes, unit_log2, variant, args,
-                                  DQ_ACC, DQ_SEMAPHORE, tiles, bars, WG, True, S_LAYOUT, P_LAYOUT, DQ_LAYOUT, C)  # fmt: skip
+                    dk, dv = step(dk, dv, count, before, at, h, slope, block0, t, seen, sizes, unit_log2, variant, args, DQ_ACC,
+                                  DQ_SEMAPHORE, tiles, bars, WG, True, S_LAYOUT, P_LAYOUT, DQ_LAYOUT, C)  # fmt: skip
                     count += 1
                     _h, _m, before = place_of(at, h, block0, t, sizes, C)
             for at in range(gl.maximum(t.lo, t.free_lo) * heads, t.free_hi * heads):
-                dk, dv, dq = step(dk, dv, dq, count, before, at, h, slope, block0, t, seen, sizes, unit_log2, variant, args,
-                              DQ_ACC, DQ_SEMAPHORE, tiles, bars, WG, False, S_LAYOUT, P_LAYOUT, DQ_LAYOUT, C)  # fmt: skip
+                dk, dv = step(dk, dv, count, before, at, h, slope, block0, t, seen, sizes, unit_log2, variant, args, DQ_ACC,
+                              DQ_SEMAPHORE, tiles, bars, WG, False, S_LAYOUT, P_LAYOUT, DQ_LAYOUT, C)  # fmt: skip
                 count += 1
                 _h, _m, before = place_of(at, h, block0, t, sizes, C)
             if LAST_EDGE:
                 for at in range(t.free_hi * heads, t.hi * heads):
-                    dk, dv, dq = step(dk, dv, dq, count, before, at, h, slope, block0, t, seen, sizes, unit_log2, variant, args,
-                                  DQ_ACC, DQ_SEMAPHORE, tiles, bars, WG, True, S_LAYOUT, P_LAYOUT, DQ_LAYOUT, C)  # fmt: skip
+                    dk, dv = step(dk, dv, count, before, at, h, slope, block0, t, seen, sizes, unit_log2, variant, args, DQ_ACC,
+                                  DQ_SEMAPHORE, tiles, bars, WG, True, S_LAYOUT, P_LAYOUT, DQ_LAYOUT, C)  # fmt: skip
                     count += 1
                     _h, _m, before = place_of(at, h, block0, t, sizes, C)
-        if C.late_add:
-            if before >= 0:
-                add_dq(dq, DQ_ACC, before * 2 + WG, True, HALF, DQ_LAYOUT, C)
         if C.ordered:
             pass_semaphore(DQ_SEMAPHORE, before, t.start_n // C.block_n + 1, WG)
         if C.late_dk:

@@ -31,7 +31,6 @@ class BackwardConfig:
     early_dv: bool = False  # issue dV before dS is known: more overlap, more registers
     late_dk: bool = False  # a step's dK product runs under the next step's exp2; without dQ, which would need both
     dk_last: bool = False  # a step's dK product is issued when its dQ is there, whose additions leave beneath it
-    late_add: bool = False  # a step's dQ is added to memory in the next step, beneath its S
     early_statistics: bool = False  # LSE and delta are read before the products that they are needed after: more registers
     dq: bool = True  # add dQ to the accumulator; False leaves it to the dQ kernel
     group_split: int = 1  # thread blocks that share the query heads of a key head; see group_split()
@@ -217,10 +216,8 @@ def specialise(config: BackwardConfig, problem: Problem) -> BackwardConfig:
         raise ValueError("whole_head: only with dQ, which no other kernel computes then")
     if config.dk_last and (not config.dq or width(problem) > 128):
         raise ValueError("dk_last: only in the kernel for all three gradients of heads up to 128")
-    if config.late_add and (not config.dq or config.whole_head or config.dk_last or width(problem) > 128):
-        raise ValueError("late_add: only with dQ and heads up to 128, and not with whole_head or dk_last")
-    if config.ordered and (not config.dq or config.whole_head or config.dk_last or config.late_add or width(problem) > 128):
-        raise ValueError("ordered: only with dQ and heads up to 128, and not with whole_head, dk_last or late_add")
+    if config.ordered and (not config.dq or config.whole_head or config.dk_last or width(problem) > 128):
+        raise ValueError("ordered: only with dQ and heads up to 128, and not with whole_head or dk_last")
     if config.do_stages > 2 and width(problem) > 128:  # dO's stages guard two buffers of P and dS there
         raise ValueError(f"do_stages: at most 2 for heads wider than 128, got {config.do_stages}")
     if config.late_dk and config.early_dv:
