@@ -329,6 +329,116 @@ def test_late_dk(case, d, q_stages, monkeypatch, poisoned):
     check(dataclasses.replace(case, d=d), BFLOAT, deterministic=(True,), seed=q_stages)
 
 
+PREPARED = {
+    "full": Case("full", batch=4, heads=(2, 2), nq=200, nk=300),
+    "fewer keys": Case("fewer keys", batch=6, heads=(2, 2), nq=300, nk=70),
+    "one block of rows": Case("one block of rows", batch=5, nq=50, nk=130),
+    "group": Case("group", batch=4, heads=(4, 2), nq=260, nk=200, causal=True, layouts=("rows_first",) * 4),
+    "window": Case("window", batch=5, nq=300, nk=300, window=(30, 20), sink=True),
+    "rows without keys": Case("rows without keys", batch=6, nq=300, nk=130, causal=True, sink=True),
+    "scores": Case("scores", batch=4, heads=(2, 2), nq=150, nk=140, causal=True, softcap=5.0, alibi="h"),
+    "used": Case("used", batch=4, nq=200, nk=150, used=(100, 0, 150, 7)),
+    "narrow": Case("narrow", batch=5, nq=200, nk=200, d=72, dv=72, causal=True),
+}  # fmt: skip
+
+
+def prepares(monkeypatch, multiprocessors=1):
+    """As shipped for many heads, of which few run side by side, but for more features. Returns the plans that were made."""
+    made, plan, fused = [], launch_backward.plan, launch_backward.fused_tiles
+    monkeypatch.setattr(launch_backward, "fused_tiles", lambda p: dataclasses.replace(fused(p), prepares=True))
+    monkeypatch.setattr(launch_backward, "l2_bytes_of", lambda p: 1)
+    monkeypatch.setattr(
+        launch_backward, "plan", lambda p, d, c, m: made.append(plan(p, d, c, multiprocessors)) or made[-1]
+    )
+    return made
+
+
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("name", PREPARED)
+def test_rows_prepared_by_earlier_thread_blocks(name, d, monkeypatch, poisoned):
+    case = PREPARED[name]
+    if case.softcap and d == 64:
+        pytest.skip("with a softcap, 64 columns take the split kernels")
+    made = prepares(monkeypatch)
+    for seed in range(3):
+        check(
+            dataclasses.replace(case, d=case.d if case.dv else d),
+            HALF,
+            deterministic=(False,),
+            seed=seed,
+            resident=2 + seed,
+        )
+    assert all(p.config.prepares and p.prepared < p.stat_blocks for p in made)
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_prepared_rows_with_a_gradient_of_lse(d, monkeypatch, poisoned):
+    made = prepares(monkeypatch)
+    generator = torch.Generator().manual_seed(5)
+    q, k, v, do = (torch.randn(4, 2, 200, d, generator=generator).to(HALF) for _ in range(4))
+    dlse = torch.randn(4, 2, 200, generator=generator)
+
+    def run(x, impl):
+        leaves = [y.detach().to(x).requires_grad_() for y in (q, k, v)]
+        out, lse = flash_attn(*leaves, causal=True, return_lse=True, impl=impl)
+        return torch.autograd.grad((out, lse), leaves, (do.to(x), dlse.to(lse)))
+
+    with gluon_cpu.emulate(3):
+        got = run(HALF, "hopper")
+    assert made[0].config.prepares
+    names = ("dq", "dk", "dv")
+    want, eager = (dict(zip(names, run(x, "reference"), strict=True)) for x in (torch.float64, HALF))
+    budget.check(dict(zip(names, got, strict=True)), want, eager)
+
+
+def test_an_output_that_tma_cannot_read_is_prepared_before(monkeypatch, poisoned):
+    """Hooks give saved tensors back as they like."""
+    made = prepares(monkeypatch)
+    generator = torch.Generator().manual_seed(5)
+    q, k, v, do = (torch.randn(4, 2, 200, 64, generator=generator).to(HALF) for _ in range(4))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+
+    def elsewhere(x):
+        if x.dim() < 4 or x.data_ptr() in [y.data_ptr() for y in leaves]:
+            return x
+        return torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view_as(x).copy_(x)
+
+    with gluon_cpu.emulate():
+        want = torch.autograd.grad(flash_attn(*leaves, impl="hopper"), leaves, do)
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, elsewhere):
+            got = torch.autograd.grad(flash_attn(*leaves, impl="hopper"), leaves, do)
+    assert [p.config.prepares for p in made] == [True, False]
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+PREPARE_FAULTS = {
+    "rows nobody waits for": ("backward.load_do", "await_rows(rows.READY, unit, ready, prepared, sizes)", "pass", ""),
+    "rows nobody counts": ("backward_prepare.prepare_rows", "(thread & 31) == 0", "thread < 0", "deadlock.*semaphores"),
+    "no zeros": ("backward_prepare.prepare_rows", "gl.store(zeros, gl.zeros([512], gl.float32, FLAT))", "pass", ""),
+    "no wait for O and dO": ("backward_prepare.prepare_rows", "mbarrier.wait(slots.full.index(slot), 0)", "pass", "TMA load fills"),
+    "the blocks of another": ("backward_prepare.await_rows", "(unit + 1) * blocks", "unit * blocks", ""),
+    "counted for another": ("backward_prepare.prepare_rows", "block // (sizes", "(block + 1) // (sizes", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", PREPARE_FAULTS)
+def test_a_fault_in_the_preparation_is_noticed(fault, monkeypatch, poisoned):
+    """By wrong numbers, or because nobody can go on."""
+    place, old, new, words = PREPARE_FAULTS[fault]
+    given = cases.inputs(dataclasses.replace(PREPARED["full"], d=(64, 128)[len(fault) % 2]), BFLOAT)
+    right, eager = cases.exact(given, torch.float64), cases.exact(given, BFLOAT)
+    prepares(monkeypatch)
+
+    def run():
+        for seed in range(12):
+            with gluon_cpu.emulate(seed, resident=4, edits={place: (old, new)}):
+                budget.check(cases.run(given, "hopper"), right, eager)
+
+    with pytest.raises((gluon_cpu.EmulationError, AssertionError), match=words or None):
+        run()
+
+
 SHARED = {
     "causal": Case("causal", nq=200, nk=300, causal=True),
     "full, ragged": Case("full", batch=2, nq=130, nk=70, layouts=("rows_first",) * 4),

@@ -64,6 +64,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..schedule import dense_tile, packed_tile, span_of
 from .backward_ends import is_gentle
+from .backward_prepare import Slots, await_rows, prepare_rows, read_rows
 from .common import ANY, OR_ZERO, biased_lse, biased_scores, named_barrier_wait, select, tma_load, tma_store
 from .forward import barriers, clear_rows
 
@@ -322,24 +323,34 @@ def load_q(desc, lse_desc, z, h, row, block, count, tiles, bars, C: gl.constexpr
 
 
 @gluon.jit
-def load_do(desc, delta_desc, z, h, row, block, count, tiles, bars, C: gl.constexpr):
+def load_do(
+    desc, delta_desc, z, h, row, block, count, rows, unit, ready, prepared, sizes, tiles, bars, first, C: gl.constexpr
+):  # fmt: skip
+    """In a tile's first step, delta waits for the thread blocks that prepare the rows of the tile's key head ``unit``."""
     stage, phase = ring(count, C.do_stages)
     mbarrier.wait(bars.do_empty.index(stage), phase ^ 1)
-    mbarrier.expect(bars.do_full.index(stage), C.block_m * (2 * C.d + 4))
     tma_load(desc, [z, h, row, 0], bars.do_full.index(stage), tiles.do.index(stage))
+    if C.prepares:
+        if first:
+            await_rows(rows.READY, unit, ready, prepared, sizes)
+    mbarrier.expect(bars.do_full.index(stage), C.block_m * (2 * C.d + 4))
     tma_load(delta_desc, [block * C.block_m], bars.do_full.index(stage), tiles.delta.index(stage))
 
 
 @gluon.jit
 def producer(
-    q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, CU_Q, CU_K, USED_K, unit_log2, sizes, variant, args, tiles, bars,
-    C: gl.constexpr,
+    q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, rows, prepared, CU_Q, CU_K, USED_K, unit_log2, sizes, variant, args,
+    tiles, bars, C: gl.constexpr,
 ):  # fmt: skip
     """Loads a tile's K and V once and streams Q, dO and their statistics."""
     count = 0
     for turn in range(turns_of(sizes, C)):
         t = locate(turn, sizes, CU_Q, CU_K, USED_K, unit_log2, variant, args, C)
         zb = 0 if C.packed else t.z  # packed tensors have no batch axis
+        unit = t.z * sizes.heads + t.hk
+        ready = 0
+        if C.prepares:
+            ready = read_rows(rows.READY, unit)
         if C.whole_head:
             mbarrier.wait(bars.kv_empty.index(0), (turn & 1) ^ 1)
         mbarrier.expect(bars.k_full.index(0), 4 * HALF * C.d)
@@ -356,7 +367,8 @@ def producer(
                 if count == before:
                     mbarrier.expect(bars.v_full.index(0), 4 * HALF * C.d)
                     load_half(v_desc, zb, t.hk // C.group_split, t.k_row0 + t.start_n, bars.v_full.index(0), tiles.v)
-                load_do(do_desc, delta_desc, zb, h, row, block, count, tiles, bars, C)
+                load_do(do_desc, delta_desc, zb, h, row, block, count, rows, unit, ready, prepared, sizes, tiles, bars,
+                        count == before, C)  # fmt: skip
                 count += 1
 
 
@@ -746,13 +758,14 @@ def consumer(
 
 # ------------------------------------------------------------------------------------------------------------ kernel
 @gluon.jit(
-    do_not_specialize=["Nq", "Nk", "blocks", "batch_heads", "head_group", "heads", "q_blocks"],  # group = 1 is worth a kernel
+    # group = 1 is worth a kernel
+    do_not_specialize=["Nq", "Nk", "blocks", "batch_heads", "head_group", "heads", "q_blocks", "prepared", "each"],
     do_not_specialize_on_alignment=["CU_Q", "CU_K", "USED_K"],
 )
 def attn_bwd_hopper(
     q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, dk_desc, dv_desc, DK, DV, stride_dk, stride_dv, DQ, stride_dq,
-    DQ_SEMAPHORE, DQ_ACC, CU_Q, CU_K, USED_K, variant, args, unit_log2, softmax_scale, heads, group, Nq, Nk, blocks,
-    batch_heads, head_group, q_blocks, C: gl.constexpr,
+    DQ_SEMAPHORE, DQ_ACC, o_desc, rows, prepared, each, CU_Q, CU_K, USED_K, variant, args, unit_log2, softmax_scale, heads,
+    group, Nq, Nk, blocks, batch_heads, head_group, q_blocks, C: gl.constexpr,
 ):  # fmt: skip
     """Grid: one thread block per 128 keys, or per head. ``C``: a :class:`.BackwardConfig`; ``heads`` counts key heads (shares).
 
@@ -791,11 +804,29 @@ def attn_bwd_hopper(
     )
     fence_async_shared()
     sizes = Sizes(heads, group, Nq, Nk, blocks, batch_heads, head_group, q_blocks)
-    gl.warp_specialize([
-        (consumer, (dk_desc, dv_desc, DK, DV, stride_dk, stride_dv, DQ, stride_dq, DQ_SEMAPHORE, DQ_ACC, CU_Q, CU_K, USED_K,
-                    unit_log2, softmax_scale, sizes, variant, args, tiles, bars, 0, C)),
-        (consumer, (dk_desc, dv_desc, DK, DV, stride_dk, stride_dv, DQ, stride_dq, DQ_SEMAPHORE, DQ_ACC, CU_Q, CU_K, USED_K,
-                    unit_log2, softmax_scale, sizes, variant, args, tiles, bars, 1, C)),
-        (producer, (q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, CU_Q, CU_K, USED_K, unit_log2, sizes, variant,
-                    args, tiles, bars, C)),
-    ], [4, 1], [C.consumer_regs, C.producer_regs])  # fmt: skip
+    if C.prepares:
+        SLOTS: gl.constexpr = C.block_n // C.block_m
+        o = gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, C.block_m, C.d], o_desc.layout)
+        later_do = gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, C.block_m, C.d], do_desc.layout)
+        o_groups = reinterpret(o, dtype, [SLOTS * C.block_m * C.d // 512, 8, 64], PANEL)
+        do_groups = reinterpret(later_do, dtype, [SLOTS * C.block_m * C.d // 512, 8, 64], PANEL)
+        slots = Slots(o, later_do, o_groups, do_groups, barriers(SLOTS, 1))
+        fence_async_shared()
+        gl.warp_specialize([
+            (consumer, (dk_desc, dv_desc, DK, DV, stride_dk, stride_dv, DQ, stride_dq, DQ_SEMAPHORE, DQ_ACC, CU_Q, CU_K, USED_K,
+                        unit_log2, softmax_scale, sizes, variant, args, tiles, bars, 0, C)),
+            (consumer, (dk_desc, dv_desc, DK, DV, stride_dk, stride_dv, DQ, stride_dq, DQ_SEMAPHORE, DQ_ACC, CU_Q, CU_K, USED_K,
+                        unit_log2, softmax_scale, sizes, variant, args, tiles, bars, 1, C)),
+            (producer, (q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, rows, prepared, CU_Q, CU_K, USED_K, unit_log2,
+                        sizes, variant, args, tiles, bars, C)),
+            (prepare_rows, (o_desc, do_desc, rows, DQ_ACC, prepared, each, slots, bars.k_full, sizes, C)),
+        ], [4, 1, 2], [C.consumer_regs, C.producer_regs, C.producer_regs])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (consumer, (dk_desc, dv_desc, DK, DV, stride_dk, stride_dv, DQ, stride_dq, DQ_SEMAPHORE, DQ_ACC, CU_Q, CU_K, USED_K,
+                        unit_log2, softmax_scale, sizes, variant, args, tiles, bars, 0, C)),
+            (consumer, (dk_desc, dv_desc, DK, DV, stride_dk, stride_dv, DQ, stride_dq, DQ_SEMAPHORE, DQ_ACC, CU_Q, CU_K, USED_K,
+                        unit_log2, softmax_scale, sizes, variant, args, tiles, bars, 1, C)),
+            (producer, (q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, rows, prepared, CU_Q, CU_K, USED_K, unit_log2,
+                        sizes, variant, args, tiles, bars, C)),
+        ], [4, 1], [C.consumer_regs, C.producer_regs])  # fmt: skip

@@ -61,13 +61,15 @@ def is_gentle(slope, unit_log2):
     return (slope * unit_log2 >= 0) & (slope * unit_log2 <= GENTLE_LOG2)
 
 
-@triton.jit(do_not_specialize=["heads", "Nq", "q_blocks", "seqs"])
+@triton.jit(do_not_specialize=["heads", "Nq", "q_blocks", "seqs", "prepared"])
 def attn_bwd_before_kernel(
-    O, DO, LSE, DLSE, LSE_LOG2, DELTA, DELTA_ROWS, DQ_ACC, DQ_SEMAPHORE, CU_Q, ALIBI, unit_log2, stride_o, stride_do,
-    stride_lse, stride_dlse, heads, Nq, q_blocks, seqs, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    O, DO, LSE, DLSE, LSE_LOG2, DELTA, DELTA_ROWS, DQ_ACC, SEMAPHORE, CU_Q, ALIBI, unit_log2, stride_o, stride_do,
+    stride_lse, stride_dlse, heads, Nq, q_blocks, seqs, prepared, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, SEMAPHORES: tl.constexpr,
 ):  # fmt: skip
-    """delta = rowsum(dO * O) - dLSE and LSE * log2(e), padded to whole blocks; DQ_ACC = DQ_SEMAPHORE = 0.
+    """delta = rowsum(dO * O) - dLSE and LSE * log2(e), padded to whole blocks; DQ_ACC = SEMAPHORE = 0.
 
+    Of blocks from ``prepared`` on, delta is -dLSE only and DQ_ACC is left alone (:mod:`.backward_prepare`).
     DELTA_ROWS, if given, receives delta once more in LSE's own layout (the sink's gradient wants it). With ALIBI, the arguments
     of the variant's slope, LSE_LOG2 takes a part of the bias from the main kernel (:func:`.common.biased_lse`).
     """
@@ -77,7 +79,8 @@ def attn_bwd_before_kernel(
     offs_m = tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)[None, :]
     seen = start + offs_m < rows
-    tile = seen[:, None] & (offs_d < HEAD_DIM_V)
+    mine = pid < prepared
+    tile = seen[:, None] & (offs_d < HEAD_DIM_V) & mine
     line = (row0 + offs_m).to(tl.int64)[:, None]
     o = tl.load(
         O + head_offset(z, h, stride_o) + tl.multiple_of(line * stride_o[2], [1, 8]) + offs_d,
@@ -89,9 +92,9 @@ def attn_bwd_before_kernel(
     )  # fmt: skip
     if DQ_ACC is not None:
         zeros = DQ_ACC + pid * (BLOCK_M * BLOCK_D) + tl.arange(0, BLOCK_M * BLOCK_D)
-        tl.store(zeros, tl.zeros([BLOCK_M * BLOCK_D], tl.float32))
-    if DQ_SEMAPHORE is not None:  # of a block, one per warp of both warpgroups
-        tl.store(DQ_SEMAPHORE + pid * 8 + tl.arange(0, 8), tl.zeros([8], tl.float32))
+        tl.store(zeros, tl.zeros([BLOCK_M * BLOCK_D], tl.float32), mask=mine)
+    if SEMAPHORE is not None:  # of a block: one per warp of both warpgroups, or one
+        tl.store(SEMAPHORE + pid * SEMAPHORES + tl.arange(0, SEMAPHORES), tl.zeros([SEMAPHORES], tl.float32))
     at = h.to(tl.int64) * stride_lse[1] + z.to(tl.int64) * stride_lse[0] + row0 + offs_m
     lse = tl.load(LSE + at, mask=seen, other=float("-inf"))
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)

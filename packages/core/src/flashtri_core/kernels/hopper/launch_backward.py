@@ -17,6 +17,7 @@ from ..quick import compiled_only
 from . import launch_forward
 from .backward import attn_bwd_hopper
 from .backward_ends import attn_bwd_after_kernel, attn_bwd_before_kernel
+from .backward_prepare import Rows
 from .common import Block, Constants, Job, Launches, for_triton, four_axes, tma_reason
 
 
@@ -36,6 +37,7 @@ class BackwardConfig:
     group_split: int = 1  # thread blocks that share the query heads of a key head; see group_split()
     l2_bytes: int = 0  # of the heads that run side by side under a mask, or ordered; 0: l2_bytes_of()
     ordered: bool = False  # key tiles add to dQ in ascending order, which makes dQ deterministic
+    prepares: bool = False  # thread blocks do most of the pass before, for later ones
     whole_head: bool = False  # one thread block takes all key tiles of a head: no zeroing, a fixed order, no conversion pass
     consumer_regs: int = 240  # of the second warpgroup; the first one takes what is left
     producer_regs: int = 24
@@ -93,7 +95,7 @@ def tiles(problem: Problem, deterministic: bool, multiprocessors: int) -> Backwa
         heads = problem.batch * problem.heads_k
         waves = -(-heads // multiprocessors)
         full = waves >= 2 and heads >= 0.9 * waves * multiprocessors
-        if full and max(rows, problem.seqlen_k) <= (1024 if deterministic else 512):
+        if full and max(rows, problem.seqlen_k) <= (1024 if deterministic else 512 if problem.causal else 256):
             return whole_head(problem)
     chosen = deterministic_tiles(problem) if deterministic and width(problem) <= 128 else fused_tiles(problem)
     return shared(chosen, problem, multiprocessors)
@@ -144,11 +146,11 @@ def fused_tiles(problem: Problem) -> BackwardConfig:
         return BackwardConfig(block_n=64, consumer_regs=224)  # which leaves the scores 255
     if width(problem) == 64 and problem.softcap > 0:  # tanh's gradient does not fit beside 128 rows of P, dP and dQ
         return split_tiles(problem)
+    prepares = set(problem.features) <= {"causal", "gqa", "sink", "alibi"}  # measured, or without a spill more in the loops
     if width(problem) == 64:
-        return BackwardConfig(block_m=128, dk_last=True)
-    third_q = problem.mask_kind == "full" and problem.seqlen_q >= 8192
+        return BackwardConfig(block_m=128, dk_last=True, prepares=prepares)
     early = problem.mask_kind != "full" and not problem.varlen and problem.softcap == 0  # whose gradient takes the registers
-    return BackwardConfig(q_stages=3 if third_q else 2, early_statistics=early)
+    return BackwardConfig(early_statistics=early, prepares=prepares)
 
 
 def deterministic_tiles(problem: Problem) -> BackwardConfig:
@@ -166,7 +168,7 @@ def ordered_tiles(problem: Problem) -> BackwardConfig:
     The more heads side by side, the less a head's tiles, which begin together, wait for one another.
     """
     config = fused_tiles(problem)
-    return replace(config, ordered=config.dq, dk_last=False, early_statistics=False, l2_bytes=128 << 20)
+    return replace(config, ordered=config.dq, prepares=False, dk_last=False, early_statistics=False, l2_bytes=128 << 20)
 
 
 def split_tiles(problem: Problem) -> BackwardConfig:
@@ -180,7 +182,7 @@ def split_tiles(problem: Problem) -> BackwardConfig:
 
 def whole_head(problem: Problem) -> BackwardConfig:
     """One kernel for all three gradients, with a thread block per head; see :func:`whole_head_reason`."""
-    return replace(fused_tiles(problem), whole_head=True, dk_last=False)
+    return replace(fused_tiles(problem), whole_head=True, prepares=False, dk_last=False)
 
 
 def whole_head_reason(problem: Problem) -> str:
@@ -224,6 +226,8 @@ def specialise(config: BackwardConfig, problem: Problem) -> BackwardConfig:
         raise ValueError("late_dk: not with early_dv, with which the ptxas of Triton 3.6 crashes")
     if config.late_dk and config.dq:
         raise ValueError("late_dk: only without dQ, whose product needs the same dS")
+    if config.prepares and (not config.dq or config.whole_head or config.ordered or problem.varlen or width(problem) > 128):
+        raise ValueError("prepares: only dense, with dQ and heads up to 128, and not with whole_head or ordered")
     mask = MASKS[problem.mask_kind]
     ragged = problem.varlen or problem.seqused or problem.seqlen_k % config.block_n != 0
     return replace(
@@ -310,6 +314,8 @@ class Plan:
     grid: int
     sizes: tuple[int, ...]  # key heads (or shares), query heads of one, Nq, Nk, blocks, batch_heads, head_group, q_blocks
     share_blocks: int  # blocks of 64 keys per share
+    prepared: int  # blocks of rows that the pass before prepares: all, but with config.prepares
+    each: int  # and thereafter every thread block
     key_programs: int  # of the conversion pass for dK, and as many for dV
     dq_grid: int
     dq_sizes: tuple[int, ...]
@@ -362,12 +368,34 @@ def plan(
     side = together(heads if problem.varlen else second, problem.seqlen_k)
     dq_sizes = (heads, group, problem.seqlen_q, problem.seqlen_k, blocks, second, side, q_blocks)
     stat, keys = stat_blocks * full.block_m, key_programs * 64 * full.group_split
-    semaphores = 8 * stat_blocks if full.ordered else 0
+    prepared, each = prepared_first(full, sizes, stat_blocks, grid, multiprocessors)
+    if prepared == stat_blocks:  # nothing to do for thread blocks
+        full, each = replace(full, prepares=False), 0
+    semaphores = 8 * stat_blocks if full.ordered else stat_blocks if full.prepares else 0
     workspace = stat, stat, stat * full.d if full.dq else 0, keys * full.d, keys * full.d, semaphores
     return Plan(
         full, Constants(full), dq_config, Constants(dq_config), q_blocks, stat_blocks, grid, sizes, share_blocks,
-        key_programs, dq_grid, dq_sizes, workspace,
+        prepared, each, key_programs, dq_grid, dq_sizes, workspace,
     )  # fmt: skip
+
+
+def prepared_first(
+    config: BackwardConfig, sizes: tuple[int, ...], blocks: int, grid: int, multiprocessors: int
+) -> tuple[int, int]:
+    """Blocks of rows that the pass before prepares, and how many every thread block prepares thereafter.
+
+    Of ``blocks`` in all. The heads that run side by side need theirs when their first thread block starts: by then, those that
+    run beside it may not be done, but whatever was launched a wave (``multiprocessors``) earlier is. Shared memory has room
+    for as many rows as a thread block has keys; the pass before does what is left over.
+    """
+    if not config.prepares:
+        return blocks, 0
+    _heads, group, _nq, _nk, tiles, _units, side, q_blocks = sizes
+    each = min(-(-blocks // grid), config.block_n // config.block_m)
+    rows, launched = side * group * q_blocks, side * tiles  # of the heads side by side: blocks and thread blocks
+    last, ahead = -(-blocks // rows) - 1, multiprocessors // launched
+    least = (min((n + 1) * rows, blocks) - each * max(0, n * launched - multiprocessors) for n in {0, ahead, ahead + 1, last})
+    return min(blocks, max(least)), each
 
 
 class Workspace(NamedTuple):
@@ -378,7 +406,7 @@ class Workspace(NamedTuple):
     acc: Tensor | None  # of dQ
     dk_shares: Tensor | None
     dv_shares: Tensor | None
-    dq_semaphore: Tensor | None  # the bits of int32
+    semaphores: Tensor | None  # of dQ's order, or counters of prepared blocks; the bits of int32
 
 
 def workspace(p: Plan, memory: Tensor) -> Workspace:
@@ -405,9 +433,10 @@ def before_arguments(
     dlse_strides = () if dlse is None else (0, *dlse.stride()) if dlse.dim() == 2 else dlse.stride()
     _variant, args, unit_log2 = assemble(problem, extras)
     return (
-        out, do, lse, dlse, work.lse_log2, work.delta, delta_rows, zeroed, work.dq_semaphore, extras.cu_seqlens_q,
+        out, do, lse, dlse, work.lse_log2, work.delta, delta_rows, zeroed, work.semaphores, extras.cu_seqlens_q,
         args.alibi if p.config.linear_bias else None, unit_log2, _strides(out), _strides(do), _lse_strides(lse), dlse_strides,
-        problem.heads_q, problem.seqlen_q, p.q_blocks, problem.batch, problem.head_dim_v, p.config.d, p.config.block_m,
+        problem.heads_q, problem.seqlen_q, p.q_blocks, problem.batch, p.prepared, problem.head_dim_v, p.config.d,
+        p.config.block_m, 8 if p.config.ordered else 1,
     )  # fmt: skip
 
 
@@ -433,7 +462,7 @@ def after_arguments(
 
 def fused_arguments(
     p: Plan, problem: Problem, do: Tensor, q: Tensor, k: Tensor, v: Tensor, work: Workspace,
-    dq: Tensor | None, dk: Tensor, dv: Tensor, extras: Extras,
+    dq: Tensor | None, dk: Tensor, dv: Tensor, extras: Extras, out: Tensor, rows: Rows,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Of :func:`.backward.attn_bwd_hopper`, or of the kernel for wide heads."""
     c = p.config
@@ -455,9 +484,13 @@ def fused_arguments(
     own: tuple[Any, ...] = ()
     if c.d <= 128:
         own = (dq, _strides(dq)) if dq is not None and c.whole_head else (None, ())
-        own += (work.dq_semaphore,)
+        own += (work.semaphores if c.ordered else None, work.acc)
+        of_rows = (Block(out, *four_axes(out), (1, 1, c.block_m, c.d)), rows, p.prepared, p.each)
+        own += of_rows if c.prepares else (None, None, 0, 0)
+    else:
+        own = (work.acc,)
     return (
-        *blocks, *stored, *own, work.acc, extras.cu_seqlens_q, extras.cu_seqlens_k, extras.seqused_k, variant, args, unit_log2,
+        *blocks, *stored, *own, extras.cu_seqlens_q, extras.cu_seqlens_k, extras.seqused_k, variant, args, unit_log2,
         problem.softmax_scale, *p.sizes, p.constants,
     )  # fmt: skip
 
@@ -492,7 +525,8 @@ def jobs(
         main = attn_bwd_hopper
         if p.config.d > 128:
             from .backward_wide import attn_bwd_wide_hopper as main
-        found.append((main, p.grid, fused_arguments(p, problem, do, q, k, v, work, dq, dk, dv, extras)))
+        rows = Rows(work.semaphores, work.delta, None if dlse is None else work.delta, delta_rows)
+        found.append((main, p.grid, fused_arguments(p, problem, do, q, k, v, work, dq, dk, dv, extras, out, rows)))
     if p.config.whole_head:
         return found
     summed = dq is not None and p.config.dq
@@ -541,6 +575,9 @@ class Backward:
             config, multiprocessors = self.config, target_of(device).multiprocessors
             if width(self.problem) <= 128 and (dq is None or dk is None):
                 config = config or shared(split_tiles(self.problem), self.problem, multiprocessors)
+            config = config or tiles(self.problem, self.deterministic, multiprocessors)
+            if tma_reason("out", out) or out.dtype != q.dtype:  # hooks give back what they like
+                config = replace(config, prepares=False)
             self.plan = plan(self.problem, self.deterministic, config, multiprocessors)
             self.behind = Tail(self.problem, device, dq, dk, dv, None, None)
             self.new_memory = maker(lse.new_empty(sum(self.plan.workspace)))  # one allocation

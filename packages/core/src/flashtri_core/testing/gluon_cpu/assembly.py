@@ -34,6 +34,15 @@ _PASS = (
     ".reg .pred p; setp.ne.s32 p, $3, 0; fence.acq_rel.gpu; bar.warp.sync 0xffffffff; @p st.relaxed.gpu.global.b32 [$1], $2; "
     "mov.b32 $0, 0"
 )
+_COUNT = (
+    ".reg .pred p; setp.ne.s32 p, $2, 0; fence.proxy.async.global; fence.acq_rel.gpu; bar.warp.sync 0xffffffff; "
+    "@p red.relaxed.gpu.global.add.s32 [$1], 1; mov.b32 $0, 0"
+)
+_AWAIT_COUNT = (
+    ".reg .pred p; .reg .b32 x; mov.b32 x, $3; bra.uni test_${:uid}; again_${:uid}: ld.relaxed.gpu.global.b32 x, [$1]; "
+    "test_${:uid}: setp.ne.s32 p, x, $2; vote.sync.any.pred p, p, 0xffffffff; @p bra.uni again_${:uid}; fence.acq_rel.gpu; "
+    "fence.proxy.async.global; mov.b32 $0, x"
+)
 _WITHOUT_EFFECT = re.compile(r"\.reg .*|mov\.[bu]32 .*|or\.b32 .*|setp\.lt\.s32 q, t, 0|@q nanosleep\.u32 1|")
 
 
@@ -52,7 +61,7 @@ def inline_asm_elementwise(
             raise EmulationError(f"{me.name} has {me.threads} threads, and {x.shape} of them reach a named barrier")
         yield from named_barrier(int(x.data[0]), int(barrier[2]), barrier[1] == "sync")
         return x
-    if text in (_READ, _AWAIT, _PASS):
+    if text in (_READ, _AWAIT, _AWAIT_COUNT, _PASS, _COUNT):
         return (yield from semaphore(text, *(arg.data for arg in args)))
     if text == "mov.b32 $0, 0":
         return Value(np.zeros(x.shape, np.int64), tl.int32)
@@ -132,18 +141,25 @@ def elements(addresses: Any, number: int) -> tuple[Memory, Any]:
 
 
 def semaphore(text: str, addresses: Any, value: Any = None, last: Any = None) -> Steps:
-    """Each thread reads one, waits until it is ``value``, having seen it as ``last``, or sets it where ``last`` says so."""
+    """Each thread reads one, waits until it is ``value``, having seen it as ``last``, or sets it where ``last`` says so.
+
+    Or adds 1 where ``value`` says so.
+    """
     me = Machine.now()
     if addresses.shape != (me.threads,):
         raise EmulationError(f"{me.name} has {me.threads} threads, and {addresses.shape} of them use a semaphore")
-    memory, at = integers(addresses[last != 0] if text == _PASS else addresses)
-    if text == _AWAIT:
+    writers = {_PASS: last, _COUNT: value}.get(text)
+    memory, at = integers(addresses if writers is None else addresses[writers != 0])
+    if text in (_AWAIT, _AWAIT_COUNT):
         yield from pause(
             lambda: bool(((last == value) | (memory[at] == value)).all()),
             lambda: f"semaphores to become {value[0]}, which are {memory[at][::32]}",
         )
     elif text == _PASS:
         memory[at] = value[last != 0]
+        yield from pause()
+    elif text == _COUNT:
+        np.add.at(memory, at, 1)
         yield from pause()
     return Value(memory[at].astype(np.int64) if text == _READ else np.zeros(me.threads, np.int64), tl.int32)
 
