@@ -646,7 +646,7 @@ def several_waves(d, kind):
 @pytest.mark.parametrize("kind", ["full", "causal", "window"])
 @pytest.mark.parametrize("d", [64, 128])
 def test_rows_prepared_by_earlier_thread_blocks(d, kind, extra):
-    """The pass before alone gives nearly the same gradients, and this way gives always the same. Other work shifts the timing."""
+    """The pass before alone gives the same bits (dQ's additions come in any order). Other work shifts the timing."""
     p, (q, k, v, do, out, lse), extras = several_waves(d, kind)
     dlse = None
     if extra == "dLSE, sink":
@@ -658,17 +658,14 @@ def test_rows_prepared_by_earlier_thread_blocks(d, kind, extra):
     assert hopper.plan(p, False, config).config.prepares
     tensors = q, k, v, do, out, lse, dlse, extras
     alone = run(p, *tensors, config=dataclasses.replace(config, prepares=False))
-    want = run(p, *tensors, config=config)
-    for x, y in zip(want, alone, strict=True):
-        torch.testing.assert_close(x, y, atol=1e-3 * y.abs().max().item(), rtol=2e-2)
     load, side = torch.randn(2048, 2048, device="cuda"), torch.cuda.Stream()
     for i in range(100):
         if i % 10 == 0:
             with torch.cuda.stream(side):
                 load @ load
         got = run(p, *tensors, config=config)
-        torch.testing.assert_close(got[0], want[0], atol=1e-3 * want[0].abs().max().item(), rtol=2e-2)
-        assert all(torch.equal(a, b) for a, b in zip(want[1:], got[1:], strict=True)), i
+        torch.testing.assert_close(got[0], alone[0], atol=1e-3 * alone[0].abs().max().item(), rtol=2e-2)
+        assert all(torch.equal(a, b) for a, b in zip(alone[1:], got[1:], strict=True)), i
 
 
 @pytest.mark.gpu

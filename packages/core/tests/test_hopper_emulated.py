@@ -296,7 +296,7 @@ def test_one_block_per_head(nq, nk, causal, d, monkeypatch, poisoned):
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("case", [
-    Case("full", batch=2, heads=(2, 2), nq=200, nk=300, d=64),
+    Case("full", batch=2, heads=(2, 2), nq=200, nk=250, d=64),
     Case("causal", batch=2, heads=(2, 2), nq=256, nk=256, d=64, causal=True),
     Case("group", batch=4, heads=(3, 1), nq=70, nk=300, d=40, causal=True, sink=True, layouts=("rows_first",) * 4),
 ], ids=lambda case: case.name)  # fmt: skip
@@ -392,7 +392,7 @@ def test_prepared_rows_with_a_gradient_of_lse(d, monkeypatch, poisoned):
 
 
 def test_an_output_that_tma_cannot_read_is_prepared_before(monkeypatch, poisoned):
-    """Hooks give saved tensors back as they like."""
+    """Hooks give saved tensors back as they like. dK and dV have the same bits, whoever prepares."""
     made = prepares(monkeypatch)
     generator = torch.Generator().manual_seed(5)
     q, k, v, do = (torch.randn(4, 2, 200, 64, generator=generator).to(HALF) for _ in range(4))
@@ -408,8 +408,8 @@ def test_an_output_that_tma_cannot_read_is_prepared_before(monkeypatch, poisoned
         with torch.autograd.graph.saved_tensors_hooks(lambda x: x, elsewhere):
             got = torch.autograd.grad(flash_attn(*leaves, impl="hopper"), leaves, do)
     assert [p.config.prepares for p in made] == [True, False]
-    for x, y in zip(got, want, strict=True):
-        torch.testing.assert_close(x, y)
+    torch.testing.assert_close(got[0], want[0])
+    assert all(torch.equal(x, y) for x, y in zip(got[1:], want[1:], strict=True))
 
 
 PREPARE_FAULTS = {
@@ -576,7 +576,7 @@ ORDER_FAULTS = {
         "deadlock|dq", "full",
     ),
     "the last block kept": ("backward.consumer", "pass_semaphore(", "(", "deadlock", "causal"),
-    "semaphores not zeroed": ("backward_ends.attn_bwd_before_kernel", "tl.store(DQ_SEMAPHORE", "(DQ_SEMAPHORE", "deadlock", "full"),
+    "semaphores not zeroed": ("backward_ends.attn_bwd_before_kernel", "tl.store(SEMAPHORE", "(SEMAPHORE", "deadlock", "full"),
     "Q loaded in another order": (
         "backward.producer", "place_of(at, h0,", "place_of((t.lo + t.hi) * heads - 1 - at, h0,", "dq|dk", "causal",
     ),
@@ -723,7 +723,7 @@ def test_part_of_the_gradients_of_packed_tensors(d, wanted, poisoned):
 
     whole = run("qkv")
     for name, x in run(wanted).items():
-        torch.testing.assert_close(x, whole[name])
+        torch.testing.assert_close(x, whole[name], atol=1e-3, rtol=1e-2)  # q alone takes another path
         assert not x[cu[-1] :].any()
 
 
@@ -809,7 +809,7 @@ FAULTS = {
         "mbarrier.wait(bars.kv_empty.",
         "(bars.kv_empty.",
         "while a wgmma or a TMA store reads|without fence",
-        {"whole_head": True},
+        {"whole_head": True, "prepares": False},
     ),
     "a share left out": ("backward_ends.convert", "range(1, SHARES)", "range(2, SHARES)", "dk.*dv", {"group_split": 2}),
     "dK of another head's share": (
@@ -841,7 +841,7 @@ FAULTS = {
         {"early_statistics": True},
     ),
     "dQ to the wrong half": ("backward.step", "DQ_ACC, block * 2 + WG,", "DQ_ACC, block * 2 + 1 - WG,", "dq"),
-    "the accumulator not zeroed": ("backward_ends.attn_bwd_before_kernel", "tl.store(zeros,", "(zeros,", "dq"),
+    "the accumulator not zeroed": ("backward_ends.attn_bwd_before_kernel", "mask=mine)", "mask=pid < 0)", "dq"),
     "delta without the gradient of LSE": ("backward_ends.attn_bwd_before_kernel", "delta -= ", "delta += ", "dq.*dk"),
     "the mask left out": ("backward.step", "p = select(p, a, b, width, OR_ZERO)", "pass", "dv"),
     "stores not waited for": ("backward.consumer", "tma.store_wait(0)", "pass", "not waited for"),

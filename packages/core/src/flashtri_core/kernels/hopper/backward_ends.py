@@ -77,19 +77,22 @@ def attn_bwd_before_kernel(
     z, seq, h, row0, start, rows = block_of(pid, heads, Nq, q_blocks, seqs, CU_Q, BLOCK_M)
     pid = pid.to(tl.int64)
     offs_m = tl.arange(0, BLOCK_M)
-    offs_d = tl.arange(0, BLOCK_D)[None, :]
     seen = start + offs_m < rows
     mine = pid < prepared
-    tile = seen[:, None] & (offs_d < HEAD_DIM_V) & mine
     line = (row0 + offs_m).to(tl.int64)[:, None]
-    o = tl.load(
-        O + head_offset(z, h, stride_o) + tl.multiple_of(line * stride_o[2], [1, 8]) + offs_d,
-        mask=tile, other=0.0,
-    )  # fmt: skip
-    do = tl.load(
-        DO + head_offset(z, h, stride_do) + tl.multiple_of(line * stride_do[2], [1, 8]) + offs_d,
-        mask=tile, other=0.0,
-    )  # fmt: skip
+    products = tl.zeros([BLOCK_M, 64], tl.float32)
+    for panel in tl.static_range(BLOCK_D // 64):  # in the order of prepare_rows: a row's delta does not depend on who takes it
+        offs_d = panel * 64 + tl.arange(0, 64)[None, :]
+        tile = seen[:, None] & (offs_d < HEAD_DIM_V) & mine
+        o = tl.load(
+            O + head_offset(z, h, stride_o) + tl.multiple_of(line * stride_o[2], [1, 8]) + offs_d,
+            mask=tile, other=0.0,
+        )  # fmt: skip
+        do = tl.load(
+            DO + head_offset(z, h, stride_do) + tl.multiple_of(line * stride_do[2], [1, 8]) + offs_d,
+            mask=tile, other=0.0,
+        )  # fmt: skip
+        products += o.to(tl.float32) * do.to(tl.float32)
     if DQ_ACC is not None:
         zeros = DQ_ACC + pid * (BLOCK_M * BLOCK_D) + tl.arange(0, BLOCK_M * BLOCK_D)
         tl.store(zeros, tl.zeros([BLOCK_M * BLOCK_D], tl.float32), mask=mine)
@@ -97,7 +100,7 @@ def attn_bwd_before_kernel(
         tl.store(SEMAPHORE + pid * SEMAPHORES + tl.arange(0, SEMAPHORES), tl.zeros([SEMAPHORES], tl.float32))
     at = h.to(tl.int64) * stride_lse[1] + z.to(tl.int64) * stride_lse[0] + row0 + offs_m
     lse = tl.load(LSE + at, mask=seen, other=float("-inf"))
-    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    delta = tl.sum(products, 1)
     if DLSE is not None:
         dlse = DLSE + z.to(tl.int64) * stride_dlse[0] + h.to(tl.int64) * stride_dlse[1]
         delta -= tl.load(dlse + (row0 + offs_m).to(tl.int64) * stride_dlse[2], mask=seen, other=0.0)
