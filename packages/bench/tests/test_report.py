@@ -32,6 +32,17 @@ def test_group_means_are_geometric_and_over_every_length(good):
     assert report.group_means(good, "bf16")[64, False, "fwd"]["fa4"] == pytest.approx(500 / 520, rel=1e-3)
 
 
+def test_rows_of_another_run_are_no_measure(good):
+    """Where ours was measured again without a peer."""
+    again = good["runs"][0] | {"id": "later"}
+    for row in rows_of(good, impl="flashtri") + rows_of(good, impl="fa4"):
+        row["run"] = "later"
+    later = good | {"runs": [*good["runs"], again]}
+    assert set(report.group_means(later, "bf16")[64, False, "fwd"]) == {"fa4"}
+    lines = report.terminal(later).splitlines()
+    assert any(re.match(r"d128-causal-n16384 bwd +500 +300 +520 0\.96x$", line) for line in lines)
+
+
 def test_inaccurate_peers_are_marked(good):
     for row in rows_of(good, impl="torch-flash"):
         row["check"] = row["check"] | {"ratio": 3.0}

@@ -77,10 +77,10 @@ def _reading_order() -> list[str]:
 
 
 def _rate(row: Row, ours: Row | None) -> str:
-    """TFLOP/s, or milliseconds for a step, with our speed relative to it."""
+    """TFLOP/s, or milliseconds for a step, with our speed relative to it where both are of one run."""
     mark = "*" if row["check"]["ratio"] > LOOSE else ""
     value = _number(row["tflops"] if "tflops" in row else row["time_ms"]["p50"])
-    if ours is None or ours is row:
+    if ours is None or ours is row or ours["run"] != row["run"]:
         return value + mark
     return f"{value}{mark} {row['time_ms']['p50'] / ours['time_ms']['p50']:.2f}x"
 
@@ -118,7 +118,7 @@ def group_means(document: Document, dtype: str) -> dict[tuple[int, bool, str], d
         dtype: Element type.
 
     Returns:
-        Ratios by peer, by (head dim, causal, pass), for peers that were measured beside us at every length of the grid.
+        Ratios by peer, by (head dim, causal, pass), for peers that were measured in our run at every length of the grid.
     """
     ratios: dict[tuple[int, bool, str], dict[str, list[float]]] = {}
     grid = [r for r in document["rows"] if r["suite"] == "grid" and r["dtype"] == dtype and r["metric"] == "time"]
@@ -128,7 +128,7 @@ def group_means(document: Document, dtype: str) -> dict[tuple[int, bool, str], d
         problem: Case = BY_ID[case]
         group = ratios.setdefault((problem.head_dim, problem.causal, op), {})
         for impl, row in found.items():
-            if impl != OURS:
+            if impl != OURS and row["run"] == found[OURS]["run"]:
                 group.setdefault(impl, []).append(row["time_ms"]["p50"] / found[OURS]["time_ms"]["p50"])
     every = len(PROTOCOL_LENGTHS)
     means = {g: {impl: geometric_mean(v) for impl, v in by.items() if len(v) == every} for g, by in ratios.items()}
@@ -288,8 +288,8 @@ def markdown(document: Document) -> str:
     )  # fmt: skip
     tables = [*mean_tables(document), *speed_tables(document), *limits, *other_tables(document), *_skip_table(document)]
     note = (
-        f"Rates count the operations that the mask leaves. `1.20x` beside a rate: ours takes 1/1.20 of its time. "
-        f"`*`: its error is more than {LOOSE:g} times that of same-dtype eager. Times are medians; "
+        f"Rates count the operations that the mask leaves. `1.20x` beside a rate: ours took 1/1.20 of its time, in the same "
+        f"run. `*`: its error is more than {LOOSE:g} times that of same-dtype eager. Times are medians; "
         "peers take turns in one run."
     )
     head = "\n".join(f"- {line}" for line in provenance(document))

@@ -7,7 +7,8 @@ dS^T stay in registers as the left operands of dV and dK::
     dV += P^T dO            dK += dS^T Q            dQ += dS K
 
 dV and dK belong to this block. dQ does not: every key block adds to it, so it is gathered in an fp32 accumulator in memory
-by ``red.global.add``, zeroed by the pre-pass and converted to 16 bits afterwards (:mod:`.backward_ends`). The order of
+by ``red.global.add``, zeroed before and converted to 16 bits afterwards (:mod:`.backward_ends`; with ``C.prepares`` thread
+blocks zero what later ones add to, and take their delta: :mod:`.backward_prepare`). The order of
 those additions varies from run to run; with ``C.dq = False`` the kernel leaves dQ out, and :mod:`.backward_split` computes
 it without sharing, which is deterministic.
 

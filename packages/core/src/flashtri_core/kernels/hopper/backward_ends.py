@@ -1,6 +1,7 @@
 """What happens before and after the fused backward: delta and a zeroed accumulator, then fp32 -> 16 bits.
 
-Both are plain Triton and bound by memory bandwidth. Rows come in blocks, numbered as the fused kernel numbers them
+Both are plain Triton and bound by memory bandwidth; the first leaves most of its work to the fused kernel where that can do it
+in passing (:mod:`.backward_prepare`). Rows come in blocks, numbered as the fused kernel numbers them
 (:func:`.backward.first_block`). The last are taken first: the fused kernel begins with the first and ends with the last, and
 what was touched last is found in L2.
 """
