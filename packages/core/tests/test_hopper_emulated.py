@@ -658,6 +658,23 @@ def test_keys_past_those_in_use_are_not_looked_at(d, deterministic, poisoned):
         budget.check(cases.run(given, "hopper", deterministic=deterministic), right, eager)
 
 
+@pytest.mark.parametrize(("d", "deterministic"), PATHS)
+@pytest.mark.parametrize("shares", [1, 2])
+def test_nan_in_a_query_leaves_keys_past_those_in_use_alone(d, deterministic, shares, monkeypatch, poisoned):
+    """In q, v and dO: those keys' gradients are zeros, and the other head of keys has what it had."""
+    use(launch_backward, dict(group_split=shares, whole_head=False), monkeypatch)
+    case = Case("seqused", batch=2, heads=(4, 2), nq=70, nk=300, d=d, used=(139, 5))
+    given = cases.inputs(case, HALF)
+    given.tensors["q"][0, 0, 3] = given.tensors["v"][1, 0, 2] = given.do[0, 1, 66] = NAN
+    with gluon_cpu.emulate():
+        got = cases.run(given, "hopper", deterministic=deterministic)
+    for z, used in enumerate(case.used):
+        for name in ("dk", "dv"):
+            assert not got[name][z, :, used:].any()
+            assert torch.isfinite(got[name][z, 1, :used]).all()
+        assert got["dk"][z, 0, :used].isnan().any()
+
+
 def test_supports_follows_torch_s_deterministic_switch(monkeypatch):
     """As the call does: wide heads have no deterministic Hopper backward."""
     q = torch.zeros(1, 2, 3, 192, dtype=HALF)

@@ -632,6 +632,15 @@ def step(
 
 # ---------------------------------------------------------------------------------------------------------- epilogue
 @gluon.jit
+def only_used(x, row, t, C: gl.constexpr):
+    """A gradient of 64 keys from ``row`` on, zero behind those in use: where a query or dO has NaN, P and dS were not."""
+    if C.used:
+        keys = row + gl.arange(0, HALF, layout=gl.SliceLayout(1, x.type.layout))
+        x = gl.where((keys < t.Nk)[:, None], x, 0.0)
+    return x
+
+
+@gluon.jit
 def store_rows(
     x, tile, desc, X, stride, z, h, row, row0, rows, HEAD_DIM: gl.constexpr, FIRST: gl.constexpr, COLS: gl.constexpr,
     C: gl.constexpr,
@@ -735,6 +744,8 @@ def consumer(
                 dk = warpgroup_mma_wait(0, deps=(dk,))
         zb = 0 if C.packed else t.z
         row = t.start_n + WG * HALF
+        dk = only_used(dk, row, t, C)
+        dv = only_used(dv, row, t, C)
         if C.group_split > 1:
             store_share(dv, DV, t, row, 0, sizes, C.d, KV_LAYOUT, C)
             store_share(dk, DK, t, row, 0, sizes, C.d, KV_LAYOUT, C)

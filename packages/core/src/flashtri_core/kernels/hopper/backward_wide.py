@@ -38,6 +38,7 @@ from .backward import (
     add_dq,
     first_query_block,
     locate,
+    only_used,
     opaque_zero,
     reinterpret,
     ring,
@@ -264,6 +265,10 @@ def store_pair(
     acc, tile, descs, X, stride, t, sizes, HEAD_DIM: gl.constexpr, TAIL: gl.constexpr, C: gl.constexpr
 ):  # fmt: skip
     """A gradient of the 64 keys leaves; with ``C.group_split > 1``, a share of it."""
+    if TAIL > 0:
+        acc = (only_used(acc[0], t.start_n, t, C), only_used(acc[1], t.start_n, t, C))
+    else:
+        acc = (only_used(acc[0], t.start_n, t, C), 0)
     if C.group_split > 1:
         LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MAIN, 16])
         store_share(acc[0], X, t, t.start_n, 0, sizes, MAIN, LAYOUT, C)
