@@ -260,6 +260,42 @@ def test_preparing_thread_blocks_compile_well(sm90, d, causal):
         assert_good(kernel, most={64: 48, 128: 80}[d] if kernel.name == "attn_bwd_hopper" else 0)
 
 
+def sums_of_rows(ptx):
+    """What is added up over eight lanes, and in which order: every such sum as a formula of products."""
+    pattern = r"\s(add\.f32|fma\.rn\.f32|mov\.b32|shfl\.sync\.bfly\.b32)\s+(%\w+)(?:\|%\w+)?, (.*);"
+    made = {to: (op[:3], [x.strip() for x in given.split(",")]) for op, to, given in re.findall(pattern, ptx)}
+
+    def formula(x):
+        op, given = made.get(x, ("", []))
+        if op == "add":
+            return f"({formula(given[0])} + {formula(given[1])})"
+        if op == "shf":
+            return f"lane {given[1]} {formula(given[0])}"
+        if op == "fma":
+            return "product" if given[2].startswith("0f") else f"{formula(given[2])}, product"
+        return formula(given[0]) if op == "mov" else x
+
+    last = [
+        to
+        for to, (op, given) in made.items()
+        if op == "add" and any(made.get(x, " ")[0] == "shf" and made[x][1][1] == "1" for x in given)
+    ]
+    return {formula(x) for x in last}
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("d", [64, 128])
+def test_a_rows_delta_is_the_same_sum_whoever_takes_it(sm90, d):
+    """In the pass before and in thread blocks that prepare: the bits of dK and dV do not depend on what else is in the batch."""
+    tensors = dense(d, n=2048, heads=(16, 16), dtype=torch.bfloat16)
+    kernels = list(compiled(problem(*tensors), Extras(), tensors, False))
+    before, main = (sums_of_rows(kernel.ptx) for kernel in kernels[:2])
+    assert before == main
+    assert len(before) == 1
+    (one,) = before
+    assert one.count("product") == d
+
+
 @pytest.mark.aot
 def test_additions_leave_beneath_the_last_product(sm90):
     """Narrow heads: in program order, the last wgmma group of a step begins before its additions to dQ and ends behind them."""
