@@ -1,6 +1,8 @@
 """The Hopper backward: what it takes, that it compiles well without a GPU, and that it is right on one."""
 
 import dataclasses
+import itertools
+import random
 import re
 import types
 
@@ -155,26 +157,46 @@ def test_what_is_chosen(change, fast, deterministic):
         assert name == wanted, path
 
 
-@pytest.mark.parametrize("multiprocessors", [1, 7, 132])
-@pytest.mark.parametrize(("batch", "heads", "nq", "nk"), [
-    (16, (16, 16), 1024, 1024), (1, (16, 16), 16384, 16384), (32, (32, 32), 512, 512), (3, (5, 5), 333, 1111), (5, (8, 2), 700, 129),
-    (2, (64, 8), 8192, 8192), (300, (2, 1), 5, 1),
-], ids=str)  # fmt: skip
+def some_shapes():
+    """Batch, heads and lengths, by hand and drawn; and how many multiprocessors."""
+    yield from itertools.product([
+        (16, (16, 16), 1024, 1024), (1, (16, 16), 16384, 16384), (32, (32, 32), 512, 512), (3, (5, 5), 333, 1111),
+        (5, (8, 2), 700, 129), (2, (64, 8), 8192, 8192), (300, (2, 1), 5, 1),
+        # with a last group of heads that is smaller than the others
+        (58, (5, 5), 2048, 1536), (133, (2, 1), 1280, 1280), (43, (16, 8), 1536, 1536), (962, (1, 1), 1032, 1024),
+        (197, (2, 1), 2048, 3072), (89, (2, 1), 8192, 14720), (241, (1, 1), 8192, 7296),
+    ], [1, 7, 132])  # fmt: skip
+    draw = random.Random(1)
+    for _ in range(1500):
+        kv_heads, group = draw.choice([1, 2, 5, 8, 12]), draw.choice([1, 1, 2, 4, 8])
+        nq, nk = (draw.choice([1, 5, 8, 12, 16, 24, 64, 115]) * 128 - draw.choice([0, 0, 1, 64]) for _ in range(2))
+        yield (draw.randint(1, 250), (kv_heads * group, kv_heads), nq, nk), draw.choice([1, 7, 78, 132])
+
+
 @pytest.mark.parametrize("causal", [False, True])
-def test_rows_are_prepared_a_wave_before_they_are_read(causal, batch, heads, nq, nk, multiprocessors):
+@pytest.mark.parametrize("d", [8, 64, 72, 128])
+def test_rows_are_prepared_a_wave_before_they_are_read(d, causal):
     """Each block by the pass before, or by one thread block; never by one that waits for it."""
-    for d in (64, 128):
-        q, k = (torch.empty(1, h, n, d, dtype=torch.bfloat16) for h, n in zip(heads, (nq, nk), strict=True))
-        p = dataclasses.replace(problem(q, k, k, causal=causal), batch=batch)
-        c = hopper.plan(p, False, dataclasses.replace(hopper.fused_tiles(p), prepares=True), multiprocessors)
-        units, group, _nq, _nk, tiles, _total, side, q_blocks = c.sizes
-        rows = group * q_blocks
-        assert c.stat_blocks == batch * units * rows and c.grid == batch * units * tiles
-        assert c.prepared + c.each * c.grid >= c.stat_blocks and c.each * c.config.block_m <= 128
-        assert c.config.prepares is (c.prepared < c.stat_blocks)
-        for unit in range(0, batch * units, side):  # the first of those that run side by side
-            there = c.prepared + c.each * max(0, unit * tiles - multiprocessors)
-            assert min(unit + side, batch * units) * rows <= there
+    q = torch.empty(1, 1, 1, d, dtype=torch.bfloat16)
+    one, prepared = problem(q, q, q, causal=causal), 0
+    for (batch, heads, nq, nk), multiprocessors in some_shapes():
+        p = dataclasses.replace(one, batch=batch, heads_q=heads[0], heads_k=heads[1], seqlen_q=nq, seqlen_k=nk)
+        chosen = hopper.shared(hopper.fused_tiles(p), p, multiprocessors)
+        for split in {1, chosen.group_split}:
+            config = dataclasses.replace(chosen, prepares=True, group_split=split)
+            c = hopper.plan(p, False, config, multiprocessors)
+            units, group, _nq, _nk, tiles, _total, side, q_blocks = c.sizes
+            rows, total = group * q_blocks, batch * units
+            assert c.stat_blocks == total * rows
+            assert c.grid == total * tiles
+            assert c.config.prepares is (c.prepared < c.stat_blocks)
+            prepared += c.config.prepares
+            assert c.prepared + c.each * c.grid >= c.stat_blocks
+            assert c.each * c.config.block_m <= 128
+            for unit in range(0, total, side):  # the first of those that run side by side
+                there = c.prepared + c.each * max(0, unit * tiles - multiprocessors)
+                assert min(unit + side, total) * rows <= there, (p, multiprocessors)
+    assert prepared > 1000
 
 
 @pytest.mark.parametrize(("heads", "n", "change", "split"), [

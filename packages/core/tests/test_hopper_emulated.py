@@ -371,6 +371,15 @@ def test_rows_prepared_by_earlier_thread_blocks(name, d, monkeypatch, poisoned):
     assert all(p.config.prepares and p.prepared < p.stat_blocks for p in made)
 
 
+def test_rows_of_a_smaller_last_group_of_heads(monkeypatch, poisoned):
+    """Five heads run side by side, one is left over; and one thread block at a time must be able to go on."""
+    made = prepares(monkeypatch)
+    monkeypatch.setattr(launch_backward, "l2_bytes_of", lambda p: 5 * 324 * 512)
+    case = Case("left over", batch=21, heads=(1, 1), nq=324, nk=216, d=64, causal=True)
+    check(case, HALF, deterministic=(False,), resident=1)
+    assert [(p.prepared, p.stat_blocks, p.sizes[6]) for p in made] == [(31, 63, 5)]
+
+
 @pytest.mark.parametrize("d", [64, 128])
 def test_prepared_rows_with_a_gradient_of_lse(d, monkeypatch, poisoned):
     made = prepares(monkeypatch)

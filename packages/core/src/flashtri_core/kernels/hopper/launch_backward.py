@@ -394,7 +394,9 @@ def prepared_first(
     each = min(-(-blocks // grid), config.block_n // config.block_m)
     rows, launched = side * group * q_blocks, side * tiles  # of the heads side by side: blocks and thread blocks
     last, ahead = -(-blocks // rows) - 1, multiprocessors // launched
-    least = (min((n + 1) * rows, blocks) - each * max(0, n * launched - multiprocessors) for n in {0, ahead, ahead + 1, last})
+    # heads side by side by number; in between, what they need grows or falls evenly, and the last are perhaps fewer
+    numbers = {min(last, n) for n in (0, ahead, ahead + 1, max(0, last - 1), last)}
+    least = (min((n + 1) * rows, blocks) - each * max(0, n * launched - multiprocessors) for n in numbers)
     return min(blocks, max(least)), each
 
 
