@@ -784,7 +784,8 @@ def attn_bwd_hopper(
     ``DK``, ``DV``: with ``C.packed`` the gradients; with ``C.group_split > 1`` the shares' fp32 ones (:func:`store_share`).
     ``lse_desc``, ``delta_desc``: fp32, blocks of BLOCK_M rows as :func:`first_block` numbers them, LSE in base 2 and +inf on
     rows that are not there. ``DQ_ACC``: fp32, BLOCK_M * D per block, zeros unless ``C.whole_head``, which alone fills ``DQ``.
-    ``DQ_SEMAPHORE``: with ``C.ordered``, 8 int32 per block, zeros.
+    ``DQ_SEMAPHORE``: with ``C.ordered``, 8 int32 per block, zeros. With ``C.prepares``: O as dO's descriptor has dO, the
+    :class:`.backward_prepare.Rows`, the number of blocks prepared before, and how many ``each`` thread block prepares.
     """
     dtype: gl.constexpr = q_desc.dtype
     PANEL: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -816,7 +817,7 @@ def attn_bwd_hopper(
     )
     fence_async_shared()
     sizes = Sizes(heads, group, Nq, Nk, blocks, batch_heads, head_group, q_blocks)
-    if C.prepares:
+    if C.prepares:  # the partitions stand here twice: the language takes no list that was put together
         SLOTS: gl.constexpr = C.block_n // C.block_m
         o = gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, C.block_m, C.d], o_desc.layout)
         later_do = gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, C.block_m, C.d], do_desc.layout)
