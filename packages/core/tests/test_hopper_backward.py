@@ -1,6 +1,7 @@
 """The Hopper backward: what it takes, that it compiles well without a GPU, and that it is right on one."""
 
 import dataclasses
+import functools
 import itertools
 import random
 import re
@@ -199,6 +200,41 @@ def test_rows_are_prepared_a_wave_before_they_are_read(d, causal):
     assert prepared > 1000
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("d", [8, 64, 72, 128])
+def test_rows_are_converted_once_by_the_launch_behind_their_last_addition(d, causal):
+    q = torch.empty(1, 1, 1, d, dtype=torch.bfloat16)
+    one, several = problem(q, q, q, causal=causal), 0
+    for (batch, heads, nq, nk), multiprocessors in some_shapes():
+        p = dataclasses.replace(one, batch=batch, heads_q=heads[0], heads_k=heads[1], seqlen_q=nq, seqlen_k=nk)
+        chosen = hopper.fused_tiles(p)
+        for split in {1, hopper.shared(chosen, p, multiprocessors).group_split}:
+            c = hopper.plan(p, False, dataclasses.replace(chosen, group_split=split), multiprocessors)
+            units, group, _nq, _nk, tiles, _total, side, q_blocks = c.sizes
+            total, done = batch * units, 0
+            assert c.config.converts is (len(c.pieces) > 1)
+            assert sum(here for here, _piece in c.pieces) == c.grid
+            first = 0
+            for here, piece in c.pieces:
+                assert here > 0
+                assert piece.first == first
+                unit = first // tiles
+                assert unit * tiles == first
+                assert unit % side == 0  # heads side by side stay together
+                assert piece.begin == done
+                ready = unit * group * q_blocks  # all that earlier launches have added to
+                assert piece.end == ready or first + here == c.grid
+                assert piece.end <= ready
+                assert piece.each * here >= piece.end - piece.begin
+                if len(c.pieces) > 1:
+                    steps = group * q_blocks // (2 if causal else 1)
+                    assert steps >= hopper.CONVERT_STEPS[c.config.d] * piece.each
+                first, done = first + here, piece.end
+            assert c.converted == done < total * group * q_blocks == c.stat_blocks
+            several += len(c.pieces) > 1
+    assert several > 200
+
+
 @pytest.mark.parametrize(("heads", "n", "change", "split"), [
     ((64, 8), 2048, dict(causal=True), 4),  # 128 key tiles on 132 multiprocessors, some of them much longer than others
     ((64, 8), 8192, dict(causal=True), 4),  # two heads of 8 MB
@@ -272,14 +308,46 @@ def test_shipped_tiles_compile_well(sm90, d, causal, deterministic):
 
 @pytest.mark.aot
 @pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("converts", [False, True])
 @pytest.mark.parametrize("d", [64, 128])
-def test_preparing_thread_blocks_compile_well(sm90, d, causal):
-    """As many as it takes for some to prepare rows of others; the two warps that do so have 24 registers and spill."""
+def test_thread_blocks_that_work_for_others_compile_well(sm90, d, converts, causal):
+    """As many as it takes for some to do so; the two warps have 24 registers and spill, the warpgroups nothing that a tile needs.
+
+    A spill in front of a tile's first product, read behind the wait for K, cost every tile half a microsecond.
+    """
     tensors = dense(d, n=2048, heads=(16, 16), dtype=torch.bfloat16)
     p = problem(*tensors, causal=causal)
-    assert hopper.plan(p, False).config.prepares
-    for kernel in compiled(p, Extras(), tensors, False):
-        assert_good(kernel, most={64: 48, 128: 80}[d] if kernel.name == "attn_bwd_hopper" else 0)
+    config = hopper.tiles(p, False, 132)
+    assert config.converts
+    config = dataclasses.replace(config, converts=converts)
+    plan = hopper.plan(p, False, config)
+    assert plan.config.prepares
+    assert [len(plan.pieces), plan.config.converts] == [1 + converts, converts]
+    before, main, *_more, after = compiled(p, Extras(), tensors, False, config)
+    assert_good(main, most={64: 48, 128: 80}[d])
+    for kernel in (before, after):
+        assert_good(kernel, most=0)
+    if triton.__version__.startswith("3.6."):
+        assert tile_spills(main.sass) <= (2 if d == 128 else 4)
+    if converts:  # nothing of the launch before is read before it has ended
+        text = main.ptx[main.ptx.index("griddepcontrol.launch_dependents") :]
+        copies = [at.start() for at in re.finditer(r"cp\.async\.bulk\.tensor\.4d\.shared", text)]
+        wait = text.index("griddepcontrol.wait")
+        assert text.index("fence.proxy.async.global", wait) < min(at for at in copies if at > wait)
+
+
+def tile_spills(sass):
+    """Spilled numbers that the warpgroups read outside of their main loops, which begin and end with wgmma and end in stores."""
+    lines = sass.splitlines()
+    products = [n for n, line in enumerate(lines) if "HGMMA" in line]
+    starts = [0] + [n + 1 for n, line in enumerate(lines) if "USETMAXREG" in line]
+    ends = [n for n, line in enumerate(lines) if "UTMASTG" in line]
+    spilled = 0
+    for group in (products[: len(products) // 2], products[len(products) // 2 :]):
+        begin = max(n for n in starts if n < group[0])
+        end = [n for n in ends if n > group[-1]][1]  # of dV and dK
+        spilled += sum(bool(re.search(r"\bLDL", line)) for line in lines[begin:end])
+    return spilled
 
 
 def sums_of_rows(ptx):
@@ -724,6 +792,43 @@ def test_rows_prepared_by_earlier_thread_blocks(d, kind, extra):
         got = run(p, *tensors, config=config)
         torch.testing.assert_close(got[0], alone[0], atol=1e-3 * alone[0].abs().max().item(), rtol=2e-2)
         assert all(torch.equal(a, b) for a, b in zip(alone[1:], got[1:], strict=True)), i
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("d", [64, 128])
+def test_rows_converted_by_the_launch_behind_their_last_addition(d, causal, group, captured):
+    """Launches that begin before the one in front of them has ended, called directly and replayed, under other work."""
+    p, (q, k, v, do, out, lse), extras = several_waves(d, "causal" if causal else "full")
+    k, v = (x[:, : 32 // group] for x in (k, v))
+    p = dataclasses.replace(p, heads_k=k.shape[1])
+    config = dataclasses.replace(hopper.fused_tiles(p), group_split=1 if group == 1 else 2)
+    given = (do, None, q, k, v, out, lse, extras)
+    alone = [torch.empty_like(x) for x in (q, k, v)]
+    hopper.backward(p, *given, *alone, None, config=dataclasses.replace(config, converts=False))
+    kept, grads = hopper.Backward(p, config=config), [torch.empty_like(x) for x in (q, k, v)]
+    assert len(hopper.plan(p, False, config).pieces) > 3
+    call = functools.partial(kept, *given, *grads, None)
+    call()  # by Triton's launcher, one launch behind the other
+    overlapping = [launch for launch in kept.launches._launches if launch.config.attribute_count]
+    assert len(overlapping) == len(kept.plan.pieces) - 1
+    if captured:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call()
+        call = graph.replay
+    load, side = torch.randn(2048, 2048, device="cuda"), torch.cuda.Stream()
+    for i in range(50):
+        if i % 5 == 0:
+            with torch.cuda.stream(side):
+                load @ load
+        for x in grads:
+            x.fill_(float("nan"))
+        call()
+        torch.testing.assert_close(grads[0], alone[0], atol=1e-3 * alone[0].abs().max().item(), rtol=2e-2)
+        assert all(torch.equal(a, b) for a, b in zip(alone[1:], grads[1:], strict=True)), i
 
 
 @pytest.mark.gpu

@@ -26,15 +26,19 @@ HALF, BFLOAT = torch.float16, torch.bfloat16
 NAN = float("nan")
 
 
-def check(case, dtype=HALF, backward=True, deterministic=(False, True), seed=0, **emulation):
-    """Forward and every gradient, through both backward paths (above D = 128 there is one), within the budget."""
+def check(case, dtype=HALF, backward=True, deterministic=(False, True), seed=0, pieces=(), **emulation):
+    """Forward and every gradient, through both backward paths (above D = 128 there is one), within the budget.
+
+    ``pieces``: a list whose last plan is that of the call by then.
+    """
     given = cases.inputs(case, dtype)
     right, eager = cases.exact(given, torch.float64, backward), cases.exact(given, dtype, backward)
     for path in deterministic if backward and max(case.d, case.dv or 0) <= 128 else (False,):
         with gluon_cpu.emulate(seed, **emulation) as emulator:
             got = cases.run(given, "hopper", backward, deterministic=path)
         behind = (2 if backward else 1) if case.lengths else 0  # what lies behind the last sequence
-        assert emulator.launches - behind in ((5, 4, 3) if backward else (1,))
+        more = len(pieces[-1].pieces) - 1 if pieces else 0
+        assert emulator.launches - behind - more in ((5, 4, 3) if backward else (1,))
         budget.check(got, right, eager)
 
 
@@ -342,33 +346,41 @@ PREPARED = {
 }  # fmt: skip
 
 
-def prepares(monkeypatch, multiprocessors=1):
-    """As shipped for many heads, of which few run side by side, but for more features. Returns the plans that were made."""
+def prepares(monkeypatch, multiprocessors=1, converts=True):
+    """As shipped for many heads, of which few run side by side, but for more features, and converted if that slows them down.
+
+    Returns the plans that were made.
+    """
     made, plan, fused = [], launch_backward.plan, launch_backward.fused_tiles
-    monkeypatch.setattr(launch_backward, "fused_tiles", lambda p: dataclasses.replace(fused(p), prepares=True))
+    wanted = dict(prepares=True, converts=converts)
+    monkeypatch.setattr(launch_backward, "fused_tiles", lambda p: dataclasses.replace(fused(p), **wanted))
     monkeypatch.setattr(launch_backward, "l2_bytes_of", lambda p: 1)
+    monkeypatch.setattr(launch_backward, "CONVERT_STEPS", {64: 0, 128: 0})
     monkeypatch.setattr(
         launch_backward, "plan", lambda p, d, c, m: made.append(plan(p, d, c, multiprocessors)) or made[-1]
     )
     return made
 
 
+@pytest.mark.parametrize("converts", [False, True])
 @pytest.mark.parametrize(("name", "d"), [
     (name, d) for name, case in PREPARED.items() for d in (64, 128)
     if d == 128 or not case.softcap  # with a softcap, 64 columns take the split kernels
 ])  # fmt: skip
-def test_rows_prepared_by_earlier_thread_blocks(name, d, monkeypatch, poisoned):
+def test_rows_prepared_by_earlier_thread_blocks_and_converted_by_later_ones(name, d, converts, monkeypatch, poisoned):
     case = PREPARED[name]
-    made = prepares(monkeypatch)
+    made = prepares(monkeypatch, converts=converts)
     for seed in range(3):
         check(
             dataclasses.replace(case, d=case.d if case.dv else d),
             HALF,
             deterministic=(False,),
             seed=seed,
+            pieces=made,
             resident=2 + seed,
         )
     assert all(p.config.prepares and p.prepared < p.stat_blocks for p in made)
+    assert all((len(p.pieces) > 1) is converts and (p.converted > 0) is converts for p in made)
 
 
 def test_rows_of_a_smaller_last_group_of_heads(monkeypatch, poisoned):
@@ -376,7 +388,7 @@ def test_rows_of_a_smaller_last_group_of_heads(monkeypatch, poisoned):
     made = prepares(monkeypatch)
     monkeypatch.setattr(launch_backward, "l2_bytes_of", lambda p: 5 * 324 * 512)
     case = Case("left over", batch=21, heads=(1, 1), nq=324, nk=216, d=64, causal=True)
-    check(case, HALF, deterministic=(False,), resident=1)
+    check(case, HALF, deterministic=(False,), pieces=made, resident=1)
     assert [(p.prepared, p.stat_blocks, p.sizes[6]) for p in made] == [(31, 63, 5)]
 
 
@@ -427,17 +439,22 @@ PREPARE_FAULTS = {
     "no zeros": ("backward_prepare.prepare_rows", "gl.store(zeros, gl.zeros([512], gl.float32, FLAT))", "pass", ""),
     "no wait for O and dO": ("backward_prepare.prepare_rows", "mbarrier.wait(slots.full.index(slot), 0)", "pass", "TMA load fills"),
     "the blocks of another": ("backward_prepare.await_rows", "(unit + 1) * blocks", "unit * blocks", ""),
-    "counted for another": ("backward_prepare.prepare_rows", "block // (sizes", "(block + 1) // (sizes", ""),
+    "counted for another": ("backward_prepare.prepare_rows", "(begin + s) // (sizes", "(begin + s + 1) // (sizes", ""),
+    "no wait for sums": ("backward_convert.convert_rows", "mbarrier.wait(sums.full.index(part % 2), ", "max(0, ", "TMA load fills"),
+    "no fence behind dQ": ("backward_convert.convert_rows", "fence_async_shared()", "pass", "lacks fence"),
+    "no wait for dQ to leave": ("backward_convert.convert_rows", "tma.store_wait(0)", "pass", "not waited for"),
+    "another row's sums": ("backward_convert.load_part", "at % 4, 0, 0]", "at % 4 ^ 1, 0, 0]", ""),
+    "a share too small": ("backward_convert.convert_rows", "begin + piece.each", "begin + piece.each - 1", ""),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", PREPARE_FAULTS)
-def test_a_fault_in_the_preparation_is_noticed(fault, monkeypatch, poisoned):
+def test_a_fault_in_what_is_done_for_others_is_noticed(fault, monkeypatch, poisoned):
     """By wrong numbers, or because nobody can go on."""
     place, old, new, words = PREPARE_FAULTS[fault]
     given = cases.inputs(dataclasses.replace(PREPARED["full"], d=(64, 128)[len(fault) % 2]), BFLOAT)
     right, eager = cases.exact(given, torch.float64), cases.exact(given, BFLOAT)
-    prepares(monkeypatch)
+    prepares(monkeypatch, converts=place.startswith("backward_convert"))
 
     def run():
         for seed in range(12):

@@ -20,6 +20,15 @@ class _Config(ctypes.Structure):
     )  # fmt: skip
 
 
+class _Attribute(ctypes.Structure):
+    """The driver's CUlaunchAttribute, with the one number that its value is here."""
+
+    _fields_ = (("id", ctypes.c_uint), ("pad", ctypes.c_uint), ("value", ctypes.c_int), ("rest", ctypes.c_int * 15))
+
+
+PROGRAMMATIC_STREAM_SERIALIZATION = 6
+
+
 @cache
 def driver_launch() -> Any:
     """``cuLaunchKernelEx`` of the library that Triton's launchers have loaded; it returns 0 where all is well."""
@@ -55,6 +64,15 @@ class DriverLaunch:
         self.pointers = (ctypes.c_void_p * count)(*range(start, start + 8 * count, 8))
         self.config = _Config(grid, 1, 1, 32 * num_warps, 1, 1, shared)
         self.arguments = ctypes.byref(self.config), ctypes.c_void_p(compiled.function), self.pointers, None
+
+    def overlap(self) -> None:
+        """May start when every thread block of the launch before it runs and has allowed it to, or has ended.
+
+        What is read of that launch's results, the kernel has to wait for (``griddepcontrol``).
+        """
+        self.attribute = _Attribute(PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1)
+        self.config.attributes = ctypes.addressof(self.attribute)
+        self.config.attribute_count = 1
 
     @staticmethod
     def takes(compiled: Any) -> bool:

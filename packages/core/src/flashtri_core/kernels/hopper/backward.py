@@ -8,7 +8,8 @@ dS^T stay in registers as the left operands of dV and dK::
 
 dV and dK belong to this block. dQ does not: every key block adds to it, so it is gathered in an fp32 accumulator in memory
 by ``red.global.add``, zeroed before and converted to 16 bits afterwards (:mod:`.backward_ends`; with ``C.prepares`` thread
-blocks zero what later ones add to, and take their delta: :mod:`.backward_prepare`). The order of
+blocks zero what later ones add to, and take their delta: :mod:`.backward_prepare`; with ``C.converts`` they convert what
+earlier ones have added to: :mod:`.backward_convert`). The order of
 those additions varies from run to run; with ``C.dq = False`` the kernel leaves dQ out, and :mod:`.backward_split` computes
 it without sharing, which is deterministic.
 
@@ -64,8 +65,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..schedule import dense_tile, packed_tile, span_of
+from .backward_convert import Piece, Sums, work_for_others
 from .backward_ends import is_gentle
-from .backward_prepare import Slots, await_rows, prepare_rows, read_rows
+from .backward_prepare import Slots, await_rows, read_rows
 from .common import ANY, OR_ZERO, biased_lse, biased_scores, named_barrier_wait, select, tma_load, tma_store
 from .forward import barriers, clear_rows
 
@@ -218,10 +220,15 @@ def rows_that_see(start_n, Nq, Nk, variant, args, C: gl.constexpr):
 
 
 @gluon.jit
-def locate(turn, sizes, CU_Q, CU_K, USED_K, unit_log2, variant, args, C: gl.constexpr):
-    """This turn's keys, and the steps of the walk over the rows that see them (:func:`place_of`)."""
+def locate(turn, first, sizes, CU_Q, CU_K, USED_K, unit_log2, variant, args, C: gl.constexpr):
+    """This turn's keys, and the steps of the walk over the rows that see them (:func:`place_of`).
+
+    Thread blocks are numbered from ``first`` on where they come in several launches.
+    """
     BLOCK_M: gl.constexpr = C.block_m
     pid = gl.program_id(0)
+    if C.converts:
+        pid += first
     if C.whole_head:
         z = pid // sizes.heads
         hk = pid % sizes.heads
@@ -340,13 +347,13 @@ def load_do(
 
 @gluon.jit
 def producer(
-    q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, rows, prepared, CU_Q, CU_K, USED_K, unit_log2, sizes, variant, args,
-    tiles, bars, C: gl.constexpr,
+    q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, rows, prepared, first, CU_Q, CU_K, USED_K, unit_log2, sizes,
+    variant, args, tiles, bars, C: gl.constexpr,
 ):  # fmt: skip
     """Loads a tile's K and V once and streams Q, dO and their statistics."""
     count = 0
     for turn in range(turns_of(sizes, C)):
-        t = locate(turn, sizes, CU_Q, CU_K, USED_K, unit_log2, variant, args, C)
+        t = locate(turn, first, sizes, CU_Q, CU_K, USED_K, unit_log2, variant, args, C)
         zb = 0 if C.packed else t.z  # packed tensors have no batch axis
         unit = t.z * sizes.heads + t.hk
         ready = 0
@@ -682,7 +689,7 @@ def store_share(x, SHARES, t, row, FIRST: gl.constexpr, sizes, COLS: gl.constexp
 
 @gluon.jit
 def consumer(
-    dk_desc, dv_desc, DK, DV, stride_dk, stride_dv, DQ, stride_dq, DQ_SEMAPHORE, DQ_ACC, CU_Q, CU_K, USED_K, unit_log2,
+    dk_desc, dv_desc, DK, DV, stride_dk, stride_dv, DQ, stride_dq, DQ_SEMAPHORE, DQ_ACC, first, CU_Q, CU_K, USED_K, unit_log2,
     softmax_scale, sizes, variant, args, tiles, bars, WG: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup WG: keys start_n + 64 WG and the 63 that follow."""
@@ -699,7 +706,7 @@ def consumer(
         tiles.ds.index(2 + WG).store(gl.zeros([HALF, C.block_m], tiles.k.dtype, S_LAYOUT))
         fence_async_shared()
     for turn in range(turns_of(sizes, C)):
-        t = locate(turn, sizes, CU_Q, CU_K, USED_K, unit_log2, variant, args, C)
+        t = locate(turn, first, sizes, CU_Q, CU_K, USED_K, unit_log2, variant, args, C)
         dk = gl.zeros([HALF, C.d], gl.float32, KV_LAYOUT)
         dv = gl.zeros([HALF, C.d], gl.float32, KV_LAYOUT)
         mbarrier.wait(bars.k_full.index(0), turn & 1)
@@ -771,13 +778,15 @@ def consumer(
 # ------------------------------------------------------------------------------------------------------------ kernel
 @gluon.jit(
     # group = 1 is worth a kernel
-    do_not_specialize=["Nq", "Nk", "blocks", "batch_heads", "head_group", "heads", "q_blocks", "prepared", "each"],
+    do_not_specialize=["Nq", "Nk", "blocks", "batch_heads", "head_group", "heads", "q_blocks", "prepared", "each", "first",
+                       "convert_begin", "convert_end", "convert_each"],
     do_not_specialize_on_alignment=["CU_Q", "CU_K", "USED_K"],
 )
 def attn_bwd_hopper(
     q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, dk_desc, dv_desc, DK, DV, stride_dk, stride_dv, DQ, stride_dq,
-    DQ_SEMAPHORE, DQ_ACC, o_desc, rows, prepared, each, CU_Q, CU_K, USED_K, variant, args, unit_log2, softmax_scale, heads,
-    group, Nq, Nk, blocks, batch_heads, head_group, q_blocks, C: gl.constexpr,
+    DQ_SEMAPHORE, DQ_ACC, o_desc, rows, prepared, each, acc_desc, dq_desc, first, convert_begin, convert_end, convert_each,
+    CU_Q, CU_K, USED_K, variant, args, unit_log2, softmax_scale, heads, group, Nq, Nk, blocks, batch_heads, head_group,
+    q_blocks, C: gl.constexpr,
 ):  # fmt: skip
     """Grid: one thread block per 128 keys, or per head. ``C``: a :class:`.BackwardConfig`; ``heads`` counts key heads (shares).
 
@@ -785,7 +794,8 @@ def attn_bwd_hopper(
     ``lse_desc``, ``delta_desc``: fp32, blocks of BLOCK_M rows as :func:`first_block` numbers them, LSE in base 2 and +inf on
     rows that are not there. ``DQ_ACC``: fp32, BLOCK_M * D per block, zeros unless ``C.whole_head``, which alone fills ``DQ``.
     ``DQ_SEMAPHORE``: with ``C.ordered``, 8 int32 per block, zeros. With ``C.prepares``: O as dO's descriptor has dO, the
-    :class:`.backward_prepare.Rows`, the number of blocks prepared before, and how many ``each`` thread block prepares.
+    :class:`.backward_prepare.Rows`, the number of blocks prepared before, and how many ``each`` thread block prepares. With
+    ``C.converts``: DQ_ACC once more in units (:mod:`.backward_convert`), dQ as Q's descriptor has Q, and a ``Piece``.
     """
     dtype: gl.constexpr = q_desc.dtype
     PANEL: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -824,22 +834,29 @@ def attn_bwd_hopper(
         o_groups = reinterpret(o, dtype, [SLOTS * C.block_m * C.d // 512, 8, 64], PANEL)
         do_groups = reinterpret(later_do, dtype, [SLOTS * C.block_m * C.d // 512, 8, 64], PANEL)
         slots = Slots(o, later_do, o_groups, do_groups, barriers(SLOTS, 1))
+        if C.converts:
+            units = reinterpret(later_do, gl.float32, [C.block_n * C.d // 2048, 8, 1, 4, 32], acc_desc.layout)
+            sums = Sums(units, reinterpret(o, dtype, [SLOTS * 8, 16, 64], PANEL), o, barriers(2, 1))
+        else:
+            sums = Sums(None, None, None, None)
+        piece = Piece(first, convert_begin, convert_end, convert_each)
         fence_async_shared()
         gl.warp_specialize([
-            (consumer, (dk_desc, dv_desc, DK, DV, stride_dk, stride_dv, DQ, stride_dq, DQ_SEMAPHORE, DQ_ACC, CU_Q, CU_K, USED_K,
-                        unit_log2, softmax_scale, sizes, variant, args, tiles, bars, 0, C)),
-            (consumer, (dk_desc, dv_desc, DK, DV, stride_dk, stride_dv, DQ, stride_dq, DQ_SEMAPHORE, DQ_ACC, CU_Q, CU_K, USED_K,
-                        unit_log2, softmax_scale, sizes, variant, args, tiles, bars, 1, C)),
-            (producer, (q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, rows, prepared, CU_Q, CU_K, USED_K, unit_log2,
-                        sizes, variant, args, tiles, bars, C)),
-            (prepare_rows, (o_desc, do_desc, rows, DQ_ACC, prepared, each, slots, bars.k_full, sizes, C)),
+            (consumer, (dk_desc, dv_desc, DK, DV, stride_dk, stride_dv, DQ, stride_dq, DQ_SEMAPHORE, DQ_ACC, first, CU_Q, CU_K,
+                        USED_K, unit_log2, softmax_scale, sizes, variant, args, tiles, bars, 0, C)),
+            (consumer, (dk_desc, dv_desc, DK, DV, stride_dk, stride_dv, DQ, stride_dq, DQ_SEMAPHORE, DQ_ACC, first, CU_Q, CU_K,
+                        USED_K, unit_log2, softmax_scale, sizes, variant, args, tiles, bars, 1, C)),
+            (producer, (q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, rows, prepared, first, CU_Q, CU_K, USED_K,
+                        unit_log2, sizes, variant, args, tiles, bars, C)),
+            (work_for_others, (o_desc, do_desc, rows, DQ_ACC, prepared, each, acc_desc, dq_desc, piece, softmax_scale, slots,
+                               sums, bars.k_full, sizes, C)),
         ], [4, 1, 2], [C.consumer_regs, C.producer_regs, C.producer_regs])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consumer, (dk_desc, dv_desc, DK, DV, stride_dk, stride_dv, DQ, stride_dq, DQ_SEMAPHORE, DQ_ACC, CU_Q, CU_K, USED_K,
-                        unit_log2, softmax_scale, sizes, variant, args, tiles, bars, 0, C)),
-            (consumer, (dk_desc, dv_desc, DK, DV, stride_dk, stride_dv, DQ, stride_dq, DQ_SEMAPHORE, DQ_ACC, CU_Q, CU_K, USED_K,
-                        unit_log2, softmax_scale, sizes, variant, args, tiles, bars, 1, C)),
-            (producer, (q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, rows, prepared, CU_Q, CU_K, USED_K, unit_log2,
-                        sizes, variant, args, tiles, bars, C)),
+            (consumer, (dk_desc, dv_desc, DK, DV, stride_dk, stride_dv, DQ, stride_dq, DQ_SEMAPHORE, DQ_ACC, first, CU_Q, CU_K,
+                        USED_K, unit_log2, softmax_scale, sizes, variant, args, tiles, bars, 0, C)),
+            (consumer, (dk_desc, dv_desc, DK, DV, stride_dk, stride_dv, DQ, stride_dq, DQ_SEMAPHORE, DQ_ACC, first, CU_Q, CU_K,
+                        USED_K, unit_log2, softmax_scale, sizes, variant, args, tiles, bars, 1, C)),
+            (producer, (q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, rows, prepared, first, CU_Q, CU_K, USED_K,
+                        unit_log2, sizes, variant, args, tiles, bars, C)),
         ], [4, 1], [C.consumer_regs, C.producer_regs])  # fmt: skip

@@ -1,7 +1,7 @@
 """What happens before and after the fused backward: delta and a zeroed accumulator, then fp32 -> 16 bits.
 
-Both are plain Triton and bound by memory bandwidth; the first leaves most of its work to the fused kernel where that can do it
-in passing (:mod:`.backward_prepare`). Rows come in blocks, numbered as the fused kernel numbers them
+Both are plain Triton and bound by memory bandwidth; they leave most of their work to the fused kernel where that can do it
+in passing (:mod:`.backward_prepare`, :mod:`.backward_convert`). Rows come in blocks, numbered as the fused kernel numbers them
 (:func:`.backward.first_block`). The last are taken first: the fused kernel begins with the first and ends with the last, and
 what was touched last is found in L2.
 """
@@ -149,19 +149,20 @@ def convert(
     tl.store(ptrs, x.to(X.dtype.element_ty), mask=(start + offs < rows)[:, None] & (offs_d < WIDTH))
 
 
-@triton.jit(do_not_specialize=["heads", "Nq", "q_blocks", "seqs", "heads_k", "Nk", "k_blocks", "key_programs"])
+@triton.jit(do_not_specialize=["heads", "Nq", "q_blocks", "seqs", "heads_k", "Nk", "k_blocks", "key_programs", "converted"])
 def attn_bwd_after_kernel(
     DQ_ACC, DQ, CU_Q, stride_dq, DK_SHARES, DV_SHARES, DK, DV, CU_K, stride_dk, stride_dv, softmax_scale, heads, Nq, q_blocks,
-    seqs, heads_k, Nk, k_blocks, key_programs, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, SHARES: tl.constexpr,
+    seqs, heads_k, Nk, k_blocks, key_programs, converted, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, SHARES: tl.constexpr,
 ):  # fmt: skip
     """dQ from its accumulator and, where SHARES > 1 thread blocks share a group, dK and dV from theirs.
 
     The first ``key_programs`` programs convert blocks of 64 keys of dK, as many those of dV, the rest blocks of BLOCK_M
-    rows of dQ. Shares are added in their order: the sum is the same in every run.
+    rows of dQ, from block ``converted`` on (:mod:`.backward_convert` has done those before it). Shares are added in their order: the sum is the same in every run.
     """
     pid = tl.num_programs(0) - 1 - tl.program_id(0)
     if SHARES == 1:
+        pid += converted
         convert(DQ_ACC, DQ, CU_Q, stride_dq, softmax_scale, pid, heads, Nq, q_blocks, seqs, 1, HEAD_DIM, BLOCK_D, BLOCK_M)
     elif pid < key_programs:
         convert(
@@ -171,5 +172,5 @@ def attn_bwd_after_kernel(
         pid -= key_programs
         convert(DV_SHARES, DV, CU_K, stride_dv, 1.0, pid, heads_k, Nk, k_blocks, seqs, SHARES, HEAD_DIM_V, BLOCK_D, 64)
     elif DQ_ACC is not None:
-        pid -= 2 * key_programs
+        pid -= 2 * key_programs - converted
         convert(DQ_ACC, DQ, CU_Q, stride_dq, softmax_scale, pid, heads, Nq, q_blocks, seqs, 1, HEAD_DIM, BLOCK_D, BLOCK_M)

@@ -106,21 +106,26 @@ def place_of_block(block, sizes, C: gl.constexpr):
 
 
 @gluon.jit
-def prepare_rows(o_desc, do_desc, rows, DQ_ACC, prepared, each, slots, k_full, sizes, C: gl.constexpr):
-    """Two warps: delta and zeros for this thread block's blocks of rows, once K is there, which everybody waits for."""
+def prepare_rows(o_desc, do_desc, rows, DQ_ACC, prepared, each, pid, slots, k_full, sizes, C: gl.constexpr):
+    """Two warps: delta and zeros for the blocks of rows of thread block ``pid``, once K is there, which everybody waits for.
+
+    Few branches: from a certain number on, LLVM moves what all partitions compute, such as parts of a thread's number, to
+    the kernel's start, ptxas spills it there, and every tile waits for it (NOTES_backward.md).
+    """
+    SLOTS: gl.constexpr = C.block_n // C.block_m
     GROUPS: gl.constexpr = C.block_m // GROUP
     PANELS: gl.constexpr = C.d // 64
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     FLAT: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
-    begin = prepared + gl.program_id(0) * each
+    begin = prepared + pid * each
     end = gl.minimum(begin + each, sizes.batch_heads * sizes.group * sizes.q_blocks)
     mbarrier.wait(k_full.index(0), 0)
-    for block in range(begin, end):
-        slot = block - begin
-        _zh, z, h, row = place_of_block(block, sizes, C)
-        mbarrier.expect(slots.full.index(slot), 4 * C.block_m * C.d)
-        tma_load(o_desc, [z, h, row, 0], slots.full.index(slot), slots.o.index(slot))
-        tma_load(do_desc, [z, h, row, 0], slots.full.index(slot), slots.do.index(slot))
+    for s in gl.static_range(SLOTS):
+        yes = begin + s < end
+        _zh, z, h, row = place_of_block(begin + s, sizes, C)
+        mbarrier.expect(slots.full.index(s), 4 * C.block_m * C.d, pred=yes)
+        tma_load(o_desc, [z, h, row, 0], slots.full.index(s), slots.o.index(s), pred=yes)
+        tma_load(do_desc, [z, h, row, 0], slots.full.index(s), slots.do.index(s), pred=yes)
     for block in range(begin, end):
         zeros = DQ_ACC + block.to(gl.int64) * (C.block_m * C.d) + gl.arange(0, 512, layout=FLAT)
         for _ in range(C.block_m * C.d // 512):
@@ -144,7 +149,7 @@ def prepare_rows(o_desc, do_desc, rows, DQ_ACC, prepared, each, slots, k_full, s
             if rows.DELTA_ROWS is not None:
                 zh, _z, _h, row = place_of_block(block, sizes, C)
                 gl.store(rows.DELTA_ROWS + zh.to(gl.int64) * sizes.Nq + row + offs, delta, mask=row + offs < sizes.Nq)
-    for block in range(begin, end):
-        counter, thread = counter_of(rows.READY, block // (sizes.group * sizes.q_blocks), 32 * WARPS)
-        lane_0 = ((thread & 31) == 0).to(gl.int32)
+    for s in gl.static_range(SLOTS):
+        counter, thread = counter_of(rows.READY, (begin + s) // (sizes.group * sizes.q_blocks), 32 * WARPS)
+        lane_0 = ((thread & 31) == 0).to(gl.int32) * (begin + s < end).to(gl.int32)
         gl.inline_asm_elementwise(COUNT, "=r,l,r", [counter, lane_0], dtype=gl.int32, is_pure=False, pack=1)

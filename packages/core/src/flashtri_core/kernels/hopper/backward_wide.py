@@ -91,7 +91,7 @@ def producer(
     bars, C: gl.constexpr,
 ):  # fmt: skip
     """Loads K and V once and streams Q, dO and their statistics."""
-    t = locate(0, sizes, CU_Q, CU_K, USED_K, unit_log2, variant, args, C)
+    t = locate(0, 0, sizes, CU_Q, CU_K, USED_K, unit_log2, variant, args, C)
     zb = 0 if C.packed else t.z  # packed tensors have no batch axis
     mbarrier.expect(bars.k_full.index(0), 2 * HALF * (MAIN + C.tail))
     load_pair(k_descs, zb, t.hk // C.group_split, t.k_row0 + t.start_n, bars.k_full.index(0), tiles.k, 0, C.tail)
@@ -292,7 +292,7 @@ def scores(
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     K_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MAIN, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, K_LAYOUT, 2)
-    t = locate(0, sizes, CU_Q, CU_K, USED_K, unit_log2, variant, args, C)
+    t = locate(0, 0, sizes, CU_Q, CU_K, USED_K, unit_log2, variant, args, C)
     dk = zero_pair(C.tail)
     count = 0
     mbarrier.wait(bars.k_full.index(0), 0)
@@ -327,7 +327,7 @@ def values(
     dv_descs, DV, stride_dv, DQ_ACC, CU_Q, CU_K, USED_K, unit_log2, sizes, variant, args, tiles, bars, C: gl.constexpr
 ):  # fmt: skip
     """The warpgroup that keeps dV and adds up dQ."""
-    t = locate(0, sizes, CU_Q, CU_K, USED_K, unit_log2, variant, args, C)
+    t = locate(0, 0, sizes, CU_Q, CU_K, USED_K, unit_log2, variant, args, C)
     DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     dv = zero_pair(C.v_tail)
     count = 0

@@ -274,7 +274,7 @@ class Launches:
 
     Args:
         binaries: What Triton's own launches of the first call's ``jobs`` returned.
-        jobs: Those launches.
+        jobs: Those launches. One of the same kernel as the one before it is a further piece of that, and may overlap with it.
         tensors: The first call's; the same objects as among the arguments, and each once.
         parts: Of the first tensor, further ones among the arguments, with their offsets in bytes.
         device: Index of the GPU.
@@ -294,6 +294,9 @@ class Launches:
         self._descriptors: list[tuple[Any, int, int, Encoded]] = []  # where to write whose descriptor's
         pairs = zip(binaries, jobs, strict=True) if all(map(DriverLaunch.takes, binaries)) else ()
         self._launches = [self._laid_out(binary, grid, arguments) for binary, (_, grid, arguments) in pairs]
+        for launch, (kernel, *_), (before, *_) in zip(self._launches[1:], jobs[1:], jobs, strict=False):
+            if kernel is before:
+                launch.overlap()
 
     def _laid_out(self, binary: Any, grid: int, arguments: tuple[Any, ...]) -> DriverLaunch:
         metas = iter(binary.metadata.tensordesc_meta or ())

@@ -16,6 +16,7 @@ from ..launch_tail import Tail
 from ..quick import compiled_only
 from . import launch_forward
 from .backward import attn_bwd_hopper
+from .backward_convert import Piece
 from .backward_ends import attn_bwd_after_kernel, attn_bwd_before_kernel
 from .backward_prepare import Rows
 from .common import Block, Constants, Job, Launches, for_triton, four_axes, tma_reason
@@ -38,6 +39,7 @@ class BackwardConfig:
     l2_bytes: int = 0  # of the heads that run side by side under a mask, or ordered; 0: l2_bytes_of()
     ordered: bool = False  # key tiles add to dQ in ascending order, which makes dQ deterministic
     prepares: bool = False  # thread blocks do most of the pass before, for later ones
+    converts: bool = False  # and, launched in pieces, most of the pass after, for the piece before; only with prepares
     whole_head: bool = False  # one thread block takes all key tiles of a head: no zeroing, a fixed order, no conversion pass
     consumer_regs: int = 240  # of the second warpgroup; the first one takes what is left
     producer_regs: int = 24
@@ -79,6 +81,8 @@ class DqConfig:
     words: bool = False  # dS goes from step to step in 32-bit words
 
 
+# Of pieces_of(), measured: pieces, waves of each, and the steps that a thread block has for each block that it converts
+PIECES, PIECE_WAVES, CONVERT_STEPS = 8, 2, {64: 8, 128: 4}
 SHARE_ROWS, SHARE_TASKS, SHARE_L2 = 1024, 4, 16 << 20  # of group_split(): by arithmetic, which NOTES_backward.md bears out
 
 
@@ -148,9 +152,9 @@ def fused_tiles(problem: Problem) -> BackwardConfig:
         return split_tiles(problem)
     prepares = set(problem.features) <= {"causal", "gqa", "sink", "alibi"}  # measured, or without a spill more in the loops
     if width(problem) == 64:
-        return BackwardConfig(block_m=128, dk_last=True, prepares=prepares)
+        return BackwardConfig(block_m=128, dk_last=True, prepares=prepares, converts=prepares)
     early = problem.mask_kind != "full" and not problem.varlen and problem.softcap == 0  # whose gradient takes the registers
-    return BackwardConfig(early_statistics=early, prepares=prepares)
+    return BackwardConfig(early_statistics=early, prepares=prepares, converts=prepares)
 
 
 def deterministic_tiles(problem: Problem) -> BackwardConfig:
@@ -316,6 +320,8 @@ class Plan:
     share_blocks: int  # blocks of 64 keys per share
     prepared: int  # blocks of rows that the pass before prepares: all, but with config.prepares
     each: int  # and thereafter every thread block
+    pieces: tuple[tuple[int, Piece], ...]  # launches of the main kernel, and how many thread blocks each has
+    converted: int  # blocks of rows that they convert
     key_programs: int  # of the conversion pass for dK, and as many for dV
     dq_grid: int
     dq_sizes: tuple[int, ...]
@@ -371,11 +377,13 @@ def plan(
     prepared, each = prepared_first(full, sizes, stat_blocks, grid, multiprocessors)
     if prepared == stat_blocks:  # nothing to do for thread blocks
         full, each = replace(full, prepares=False), 0
+    pieces = pieces_of(full, problem, sizes, grid, multiprocessors)
+    full = replace(full, converts=len(pieces) > 1)
     semaphores = 8 * stat_blocks if full.ordered else stat_blocks if full.prepares else 0
     workspace = stat, stat, stat * full.d if full.dq else 0, keys * full.d, keys * full.d, semaphores
     return Plan(
         full, Constants(full), dq_config, Constants(dq_config), q_blocks, stat_blocks, grid, sizes, share_blocks,
-        prepared, each, key_programs, dq_grid, dq_sizes, workspace,
+        prepared, each, pieces, pieces[-1][1].end, key_programs, dq_grid, dq_sizes, workspace,
     )  # fmt: skip
 
 
@@ -398,6 +406,30 @@ def prepared_first(
     numbers = {min(last, n) for n in (0, ahead, ahead + 1, max(0, last - 1), last)}
     least = (min((n + 1) * rows, blocks) - each * max(0, n * launched - multiprocessors) for n in numbers)
     return min(blocks, max(least)), each
+
+
+def pieces_of(
+    config: BackwardConfig, problem: Problem, sizes: tuple[int, ...], grid: int, multiprocessors: int
+) -> tuple[tuple[int, Piece], ...]:
+    """The launches of the main kernel; one, unless thread blocks have time to convert the rows of the launch before.
+
+    A piece has whole groups of heads that run side by side, and no fewer of them than the one before, whose rows it converts.
+    The last group may be a small one: then the pass after does what is left over.
+    """
+    _heads, group, _nq, _nk, tiles, units, side, q_blocks = sizes
+    groups, rows = -(-units // side), group * q_blocks  # rows: blocks of a unit, and steps of a key tile that all of them see
+    n, each = min(PIECES, groups, round(grid / (PIECE_WAVES * multiprocessors))), -(-rows // tiles)
+    steps = rows // 2 if problem.causal else rows
+    if not (config.prepares and config.converts) or n < 2 or steps < CONVERT_STEPS[config.d] * each:
+        return ((grid, Piece(0, 0, 0, 0)),)
+    found: list[tuple[int, Piece]] = []
+    first = begin = 0  # thread block, and block of rows
+    for i in range(n):
+        here = min((groups // n + (i >= n - groups % n)) * side * tiles, grid - first)
+        end = min(first // tiles * rows, begin + each * here)
+        found.append((here, Piece(first, begin, end, each)))
+        first, begin = first + here, end
+    return tuple(found)
 
 
 class Workspace(NamedTuple):
@@ -457,14 +489,19 @@ def after_arguments(
         of_keys = (work.dk_shares, work.dv_shares, dk, dv, extras.cu_seqlens_k, _strides(dk), _strides(dv))
     return (
         *of_dq, *of_keys, problem.softmax_scale, problem.heads_q, problem.seqlen_q, p.q_blocks, problem.batch,
-        problem.heads_k, problem.seqlen_k, p.share_blocks, p.key_programs, problem.head_dim, problem.head_dim_v, c.d,
-        c.block_m, c.group_split,
+        problem.heads_k, problem.seqlen_k, p.share_blocks, p.key_programs, p.converted, problem.head_dim, problem.head_dim_v,
+        c.d, c.block_m, c.group_split,
     )  # fmt: skip
+
+
+def sums_block(acc: Tensor) -> Block:
+    """dQ's accumulator: groups of 8 columns (8 in a 64 x 64 chunk), rows 16 by 16, their pairs, 32 numbers; a unit is 16 rows."""
+    return Block(acc, (acc.numel() // 512, 4, 4, 32), (512, 128, 32, 1), (8, 1, 4, 32))
 
 
 def fused_arguments(
     p: Plan, problem: Problem, do: Tensor, q: Tensor, k: Tensor, v: Tensor, work: Workspace,
-    dq: Tensor | None, dk: Tensor, dv: Tensor, extras: Extras, out: Tensor, rows: Rows,
+    dq: Tensor | None, dk: Tensor, dv: Tensor, extras: Extras, out: Tensor, rows: Rows, piece: Piece,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Of :func:`.backward.attn_bwd_hopper`, or of the kernel for wide heads."""
     c = p.config
@@ -489,6 +526,8 @@ def fused_arguments(
         own += (work.semaphores if c.ordered else None, work.acc)
         of_rows = (Block(out, *four_axes(out), (1, 1, c.block_m, c.d)), rows, p.prepared, p.each)
         own += of_rows if c.prepares else (None, None, 0, 0)
+        own += (sums_block(work.acc), Block(dq, *four_axes(dq), (1, 1, c.block_m, c.d))) if c.converts else (None, None)
+        own += piece
     else:
         own = (work.acc,)
     return (
@@ -528,11 +567,13 @@ def jobs(
         if p.config.d > 128:
             from .backward_wide import attn_bwd_wide_hopper as main
         rows = Rows(work.semaphores, work.delta, None if dlse is None else work.delta, delta_rows)
-        found.append((main, p.grid, fused_arguments(p, problem, do, q, k, v, work, dq, dk, dv, extras, out, rows)))
+        for grid, piece in p.pieces:
+            arguments = fused_arguments(p, problem, do, q, k, v, work, dq, dk, dv, extras, out, rows, piece)
+            found.append((main, grid, arguments))
     if p.config.whole_head:
         return found
     summed = dq is not None and p.config.dq
-    programs = (p.stat_blocks if summed else 0) + (2 * p.key_programs if dk is not None else 0)
+    programs = (p.stat_blocks - p.converted if summed else 0) + (2 * p.key_programs if dk is not None else 0)
     if programs:
         found.append((attn_bwd_after_kernel, programs, after_arguments(p, problem, extras, work, dq, dk, dv)))
     if dq is not None and not summed:

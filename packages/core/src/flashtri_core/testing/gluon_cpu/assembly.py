@@ -1,4 +1,4 @@
-"""The inline assembly that kernels contain: named barriers, the dQ accumulator and its semaphores, a few tricks for ptxas."""
+"""The inline assembly that kernels contain: named barriers, the dQ accumulator and its semaphores, launches, a few tricks."""
 
 from __future__ import annotations
 
@@ -43,6 +43,9 @@ _AWAIT_COUNT = (
     "test_${:uid}: setp.ne.s32 p, x, $2; vote.sync.any.pred p, p, 0xffffffff; @p bra.uni again_${:uid}; fence.acq_rel.gpu; "
     "fence.proxy.async.global; mov.b32 $0, x"
 )
+_BETWEEN_LAUNCHES = (  # launches run one after another here
+    "griddepcontrol.launch_dependents; mov.b32 $0, 0", "griddepcontrol.wait; fence.proxy.async.global; mov.b32 $0, 0",
+)  # fmt: skip
 _WITHOUT_EFFECT = re.compile(r"\.reg .*|mov\.[bu]32 .*|or\.b32 .*|setp\.lt\.s32 q, t, 0|@q nanosleep\.u32 1|")
 
 
@@ -63,7 +66,7 @@ def inline_asm_elementwise(
         return x
     if text in (_READ, _AWAIT, _AWAIT_COUNT, _PASS, _COUNT):
         return (yield from semaphore(text, *(arg.data for arg in args)))
-    if text == "mov.b32 $0, 0":
+    if text == "mov.b32 $0, 0" or text in _BETWEEN_LAUNCHES:
         return Value(np.zeros(x.shape, np.int64), tl.int32)
     if text == _SAME:
         return x

@@ -21,6 +21,7 @@ from ...kernels.hopper import backward, common, forward
 from . import assembly, values
 from .machine import (
     Barrier,
+    Buffer,
     Machine,
     Product,
     Shared,
@@ -106,8 +107,12 @@ def allocate(dtype: Any, shape: Sequence[int], layout: Any) -> Shared:
 
 
 def reinterpret(view: Shared, dtype: Any, shape: Sequence[int], layout: Any) -> Shared:
-    """The memory of a whole buffer in another shape."""
+    """The memory of a whole buffer in another shape, or as numbers of another type."""
     numbers, panel = element_numbers(shape, layout)
+    if dtype != view.dtype and numbers.size * bytes_of(dtype) == view.buffer.flat.size * bytes_of(view.dtype):
+        twin = Buffer(f"{view.buffer.name} as {dtype}", dtype, numbers.size, panel, False)
+        twin.twin, view.buffer.twin = view.buffer, twin
+        return Shared(twin, numbers)
     if (dtype, panel, numbers.size) != (view.dtype, view.buffer.swizzle, view.at.size):
         raise EmulationError(f"{view.buffer.name} as {dtype} {shape} {layout}: another dtype, swizzle or size")
     return Shared(view.buffer, numbers + view.at.min())
@@ -261,7 +266,10 @@ _LANGUAGE: dict[str, Any] = {
     name: getattr(tl, name)
     for name in ("constexpr", "int1", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32")
 }
-_LANGUAGE |= dict.fromkeys(("BlockedLayout", "SliceLayout", "NVMMADistributedLayout", "DotOperandLayout"), _no_layout)
+_LANGUAGE |= dict.fromkeys(
+    ("BlockedLayout", "SliceLayout", "NVMMADistributedLayout", "DotOperandLayout", "DistributedLinearLayout"),
+    _no_layout,
+)
 _LANGUAGE |= {
     "SwizzledSharedLayout": _no_layout, "NVMMASharedLayout": _common.gl.NVMMASharedLayout,
     "exp2": _unary(np.exp2), "log2": _unary(np.log2), "abs": _unary(np.abs),

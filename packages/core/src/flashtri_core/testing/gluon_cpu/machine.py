@@ -97,13 +97,17 @@ class NamedBarrier:
 
 # ----------------------------------------------------------------------------------------------------- shared memory
 class Buffer:
-    """One allocation. ``loading`` and ``reading`` hold the views that asynchronous copies and wgmma work on."""
+    """One allocation. ``loading`` and ``reading`` hold the views that asynchronous copies and wgmma work on.
+
+    Seen as numbers of another type, it is another buffer, ``twin``: what is written to one is lost from the other, as a whole.
+    """
 
     def __init__(self, name: str, dtype: Any, size: int, swizzle: int, barriers: bool) -> None:
         self.name, self.dtype, self.swizzle = name, dtype, swizzle
         self.unfenced = np.zeros(size, np.bool_)
         self.loading: list[Shared] = []
         self.reading: list[Shared] = []
+        self.twin: Buffer | None = None
         self.flat: Any = np.empty(size, object)
         if not barriers:
             self.flat = np.full(size, np.nan if is_float(dtype) else GARBAGE, array_type(dtype))
@@ -159,6 +163,12 @@ class Shared:
             raise EmulationError(f"{who} writes {self.buffer.name} while a TMA load fills it")
         if self.overlaps(self.buffer.reading):
             raise EmulationError(f"{who} writes {self.buffer.name} while a wgmma or a TMA store reads it")
+        if twin := self.buffer.twin:
+            if twin.loading or twin.reading:
+                raise EmulationError(f"{who} writes {self.buffer.name} while something else works on {twin.name}")
+            if who == "TMA load" and twin.unfenced.any():
+                raise EmulationError(f"a TMA load overwrites {twin.name}, stored to without fence_async_shared")
+            twin.flat[:] = np.nan
 
     def load(self, layout: Any = None) -> Value:
         self.check_read("load", False)
