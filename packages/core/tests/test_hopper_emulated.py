@@ -884,8 +884,13 @@ FAULTS = {
         {"early_statistics": True},
     ),
     "dQ to the wrong half": ("backward.step", "DQ_ACC, block * 2 + WG,", "DQ_ACC, block * 2 + 1 - WG,", "dq"),
-    "the accumulator not zeroed": ("backward_ends.attn_bwd_before_kernel", "mask=mine)", "mask=pid < 0)", "dq"),
-    "delta without the gradient of LSE": ("backward_ends.attn_bwd_before_kernel", "delta -= ", "delta += ", "dq.*dk"),
+    "the accumulator not zeroed": (
+        "backward_ends.attn_bwd_before_kernel",
+        "tl.store(zeros, tl.zeros([BLOCK_M * BLOCK_D], tl.float32))",
+        "pass",
+        "dq",
+    ),
+    "delta without the gradient of LSE": ("backward_ends.keep_statistics", "delta -= ", "delta += ", "dq.*dk"),
     "the mask left out": ("backward.step", "p = select(p, a, b, width, OR_ZERO)", "pass", "dv"),
     "stores not waited for": ("backward.consumer", "tma.store_wait(0)", "pass", "not waited for"),
 }

@@ -62,57 +62,90 @@ def is_gentle(slope, unit_log2):
     return (slope * unit_log2 >= 0) & (slope * unit_log2 <= GENTLE_LOG2)
 
 
-@triton.jit(do_not_specialize=["heads", "Nq", "q_blocks", "seqs", "prepared"])
-def attn_bwd_before_kernel(
-    O, DO, LSE, DLSE, LSE_LOG2, DELTA, DELTA_ROWS, DQ_ACC, SEMAPHORE, CU_Q, ALIBI, unit_log2, stride_o, stride_do,
-    stride_lse, stride_dlse, heads, Nq, q_blocks, seqs, prepared, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, SEMAPHORES: tl.constexpr,
+@triton.jit
+def keep_statistics(
+    LSE, DLSE, LSE_LOG2, DELTA, DELTA_ROWS, ALIBI, unit_log2, stride_lse, stride_dlse, z, seq, h, row, in_block, place, seen,
+    inside, products,
 ):  # fmt: skip
-    """delta = rowsum(dO * O) - dLSE and LSE * log2(e), padded to whole blocks; DQ_ACC = SEMAPHORE = 0.
+    """LSE * log2(e) and ``products`` - dLSE of rows of the tensors' batch, at ``place`` in the kernels' own memory.
 
-    Of blocks from ``prepared`` on, delta is -dLSE only and DQ_ACC is left alone (:mod:`.backward_prepare`).
-    DELTA_ROWS, if given, receives delta once more in LSE's own layout (the sink's gradient wants it). With ALIBI, the arguments
-    of the variant's slope, LSE_LOG2 takes a part of the bias from the main kernel (:func:`.common.biased_lse`).
+    ``in_block``: a row's number in its block. Places that are not ``inside`` do not exist. z, seq and h are scalars, or there
+    is one for each row.
     """
-    pid = heads_inner(tl.num_programs(0) - 1 - tl.program_id(0), heads, q_blocks, CU_Q)
-    z, seq, h, row0, start, rows = block_of(pid, heads, Nq, q_blocks, seqs, CU_Q, BLOCK_M)
-    pid = pid.to(tl.int64)
-    offs_m = tl.arange(0, BLOCK_M)
-    seen = start + offs_m < rows
-    mine = pid < prepared
-    line = (row0 + offs_m).to(tl.int64)[:, None]
-    products = tl.zeros([BLOCK_M, 64], tl.float32)
-    for panel in tl.static_range(BLOCK_D // 64):  # in the order of prepare_rows: a row's delta does not depend on who takes it
-        offs_d = panel * 64 + tl.arange(0, 64)[None, :]
-        tile = seen[:, None] & (offs_d < HEAD_DIM_V) & mine
-        o = tl.load(
-            O + head_offset(z, h, stride_o) + tl.multiple_of(line * stride_o[2], [1, 8]) + offs_d,
-            mask=tile, other=0.0,
-        )  # fmt: skip
-        do = tl.load(
-            DO + head_offset(z, h, stride_do) + tl.multiple_of(line * stride_do[2], [1, 8]) + offs_d,
-            mask=tile, other=0.0,
-        )  # fmt: skip
-        products += o.to(tl.float32) * do.to(tl.float32)
-    if DQ_ACC is not None:
-        zeros = DQ_ACC + pid * (BLOCK_M * BLOCK_D) + tl.arange(0, BLOCK_M * BLOCK_D)
-        tl.store(zeros, tl.zeros([BLOCK_M * BLOCK_D], tl.float32), mask=mine)
-    if SEMAPHORE is not None:  # of a block: one per warp of both warpgroups, or one
-        tl.store(SEMAPHORE + pid * SEMAPHORES + tl.arange(0, SEMAPHORES), tl.zeros([SEMAPHORES], tl.float32))
-    at = h.to(tl.int64) * stride_lse[1] + z.to(tl.int64) * stride_lse[0] + row0 + offs_m
+    at = h.to(tl.int64) * stride_lse[1] + z.to(tl.int64) * stride_lse[0] + row
     lse = tl.load(LSE + at, mask=seen, other=float("-inf"))
-    delta = tl.sum(products, 1)
+    delta = products
     if DLSE is not None:
         dlse = DLSE + z.to(tl.int64) * stride_dlse[0] + h.to(tl.int64) * stride_dlse[1]
-        delta -= tl.load(dlse + (row0 + offs_m).to(tl.int64) * stride_dlse[2], mask=seen, other=0.0)
+        delta -= tl.load(dlse + row.to(tl.int64) * stride_dlse[2], mask=seen, other=0.0)
     pivot_log2 = pivot_of(lse)
     if ALIBI is not None:
         slope = slope_of(seq, h, ALIBI)
-        pivot_log2 = tl.where(is_gentle(slope, unit_log2), pivot_log2 + slope * unit_log2 * (offs_m & -7), pivot_log2)
-    tl.store(LSE_LOG2 + pid * BLOCK_M + offs_m, pivot_log2)
-    tl.store(DELTA + pid * BLOCK_M + offs_m, tl.where(lse == float("-inf"), 0.0, delta))
+        pivot_log2 = tl.where(is_gentle(slope, unit_log2), pivot_log2 + slope * unit_log2 * (in_block & -7), pivot_log2)
+    tl.store(LSE_LOG2 + place, pivot_log2, mask=inside)
+    tl.store(DELTA + place, tl.where(lse == float("-inf"), 0.0, delta), mask=inside)
     if DELTA_ROWS is not None:
         tl.store(DELTA_ROWS + at, delta, mask=seen)
+
+
+@triton.jit(do_not_specialize=["heads", "Nq", "q_blocks", "seqs", "prepared", "stat_blocks"])
+def attn_bwd_before_kernel(
+    O, DO, LSE, DLSE, LSE_LOG2, DELTA, DELTA_ROWS, DQ_ACC, SEMAPHORE, CU_Q, ALIBI, unit_log2, stride_o, stride_do,
+    stride_lse, stride_dlse, heads, Nq, q_blocks, seqs, prepared, stat_blocks, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, SEMAPHORES: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """delta = rowsum(dO * O) - dLSE and LSE * log2(e), padded to whole blocks; DQ_ACC = SEMAPHORE = 0.
+
+    Programs: one per block before ``prepared``, and one for every WIDE blocks of the rest, whose delta is -dLSE only and whose
+    DQ_ACC is left alone (:mod:`.backward_prepare`).
+    DELTA_ROWS, if given, receives delta once more in LSE's own layout (the sink's gradient wants it). With ALIBI, the arguments
+    of the variant's slope, LSE_LOG2 takes a part of the bias from the main kernel (:func:`.common.biased_lse`).
+    """
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    if program >= prepared:
+        first = prepared + (program - prepared) * WIDE
+        offs = tl.arange(0, WIDE * BLOCK_M)
+        in_block = offs % BLOCK_M
+        block = first + offs // BLOCK_M
+        inside = block < stat_blocks
+        zh = block // q_blocks
+        z_of = zh // heads
+        row = block % q_blocks * BLOCK_M + in_block
+        keep_statistics(
+            LSE, DLSE, LSE_LOG2, DELTA, DELTA_ROWS, ALIBI, unit_log2, stride_lse, stride_dlse, z_of, z_of, zh % heads, row,
+            in_block, first.to(tl.int64) * BLOCK_M + offs, inside & (row < Nq), inside, tl.zeros([WIDE * BLOCK_M], tl.float32),
+        )  # fmt: skip
+        if SEMAPHORE is not None:
+            tl.store(SEMAPHORE + block, 0.0, mask=inside & (in_block == 0))
+    else:
+        number = heads_inner(program, heads, q_blocks, CU_Q)
+        z, seq, h, row0, start, rows = block_of(number, heads, Nq, q_blocks, seqs, CU_Q, BLOCK_M)
+        pid = number.to(tl.int64)
+        offs_m = tl.arange(0, BLOCK_M)
+        seen = start + offs_m < rows
+        line = (row0 + offs_m).to(tl.int64)[:, None]
+        products = tl.zeros([BLOCK_M, 64], tl.float32)
+        for panel in tl.static_range(BLOCK_D // 64):  # in the order of prepare_rows: delta does not depend on who takes it
+            offs_d = panel * 64 + tl.arange(0, 64)[None, :]
+            tile = seen[:, None] & (offs_d < HEAD_DIM_V)
+            o = tl.load(
+                O + head_offset(z, h, stride_o) + tl.multiple_of(line * stride_o[2], [1, 8]) + offs_d,
+                mask=tile, other=0.0,
+            )  # fmt: skip
+            do = tl.load(
+                DO + head_offset(z, h, stride_do) + tl.multiple_of(line * stride_do[2], [1, 8]) + offs_d,
+                mask=tile, other=0.0,
+            )  # fmt: skip
+            products += o.to(tl.float32) * do.to(tl.float32)
+        if DQ_ACC is not None:
+            zeros = DQ_ACC + pid * (BLOCK_M * BLOCK_D) + tl.arange(0, BLOCK_M * BLOCK_D)
+            tl.store(zeros, tl.zeros([BLOCK_M * BLOCK_D], tl.float32))
+        if SEMAPHORE is not None:  # of a block: one per warp of both warpgroups, or one
+            tl.store(SEMAPHORE + pid * SEMAPHORES + tl.arange(0, SEMAPHORES), tl.zeros([SEMAPHORES], tl.float32))
+        keep_statistics(
+            LSE, DLSE, LSE_LOG2, DELTA, DELTA_ROWS, ALIBI, unit_log2, stride_lse, stride_dlse, z, seq, h, row0 + offs_m, offs_m,
+            pid * BLOCK_M + offs_m, seen, True, tl.sum(products, 1),
+        )  # fmt: skip
 
 
 @triton.jit
@@ -158,7 +191,8 @@ def attn_bwd_after_kernel(
     """dQ from its accumulator and, where SHARES > 1 thread blocks share a group, dK and dV from theirs.
 
     The first ``key_programs`` programs convert blocks of 64 keys of dK, as many those of dV, the rest blocks of BLOCK_M
-    rows of dQ, from block ``converted`` on (:mod:`.backward_convert` has done those before it). Shares are added in their order: the sum is the same in every run.
+    rows of dQ, from block ``converted`` on (:mod:`.backward_convert` has done those before it). Shares are added in their
+    order: the sum is the same in every run.
     """
     pid = tl.num_programs(0) - 1 - tl.program_id(0)
     if SHARES == 1:

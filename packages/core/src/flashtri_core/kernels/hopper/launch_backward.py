@@ -83,6 +83,7 @@ class DqConfig:
 
 # Of pieces_of(), measured: pieces, waves of each, and the steps that a thread block has for each block that it converts
 PIECES, PIECE_WAVES, CONVERT_STEPS = 8, 2, {64: 8, 128: 4}
+WIDE_ROWS = 1024  # whose LSE a program of the pass before takes, where it leaves delta to the main kernel
 SHARE_ROWS, SHARE_TASKS, SHARE_L2 = 1024, 4, 16 << 20  # of group_split(): by arithmetic, which NOTES_backward.md bears out
 
 
@@ -320,6 +321,7 @@ class Plan:
     share_blocks: int  # blocks of 64 keys per share
     prepared: int  # blocks of rows that the pass before prepares: all, but with config.prepares
     each: int  # and thereafter every thread block
+    before_grid: int
     pieces: tuple[tuple[int, Piece], ...]  # launches of the main kernel, and how many thread blocks each has
     converted: int  # blocks of rows that they convert
     key_programs: int  # of the conversion pass for dK, and as many for dV
@@ -377,13 +379,14 @@ def plan(
     prepared, each = prepared_first(full, sizes, stat_blocks, grid, multiprocessors)
     if prepared == stat_blocks:  # nothing to do for thread blocks
         full, each = replace(full, prepares=False), 0
+    before_grid = prepared + -(-(stat_blocks - prepared) // (WIDE_ROWS // full.block_m))
     pieces = pieces_of(full, problem, sizes, grid, multiprocessors)
     full = replace(full, converts=len(pieces) > 1)
     semaphores = 8 * stat_blocks if full.ordered else stat_blocks if full.prepares else 0
     workspace = stat, stat, stat * full.d if full.dq else 0, keys * full.d, keys * full.d, semaphores
     return Plan(
         full, Constants(full), dq_config, Constants(dq_config), q_blocks, stat_blocks, grid, sizes, share_blocks,
-        prepared, each, pieces, pieces[-1][1].end, key_programs, dq_grid, dq_sizes, workspace,
+        prepared, each, before_grid, pieces, pieces[-1][1].end, key_programs, dq_grid, dq_sizes, workspace,
     )  # fmt: skip
 
 
@@ -469,8 +472,8 @@ def before_arguments(
     return (
         out, do, lse, dlse, work.lse_log2, work.delta, delta_rows, zeroed, work.semaphores, extras.cu_seqlens_q,
         args.alibi if p.config.linear_bias else None, unit_log2, _strides(out), _strides(do), _lse_strides(lse), dlse_strides,
-        problem.heads_q, problem.seqlen_q, p.q_blocks, problem.batch, p.prepared, problem.head_dim_v, p.config.d,
-        p.config.block_m, 8 if p.config.ordered else 1,
+        problem.heads_q, problem.seqlen_q, p.q_blocks, problem.batch, p.prepared, p.stat_blocks, problem.head_dim_v,
+        p.config.d, p.config.block_m, 8 if p.config.ordered else 1, WIDE_ROWS // p.config.block_m,
     )  # fmt: skip
 
 
@@ -495,7 +498,7 @@ def after_arguments(
 
 
 def sums_block(acc: Tensor) -> Block:
-    """dQ's accumulator: groups of 8 columns (8 in a 64 x 64 chunk), rows 16 by 16, their pairs, 32 numbers; a unit is 16 rows."""
+    """dQ's accumulator: groups of 8 columns (8 to a 64 x 64 chunk), 16 rows, pairs of those, 32 numbers. A unit: 16 rows."""
     return Block(acc, (acc.numel() // 512, 4, 4, 32), (512, 128, 32, 1), (8, 1, 4, 32))
 
 
@@ -561,7 +564,7 @@ def jobs(
     The kernels that few problems need are imported here: each takes 15 ms, of every process's first call.
     """
     before = before_arguments(p, problem, do, dlse, out, lse, extras, work, delta_rows)
-    found: list[Job] = [(attn_bwd_before_kernel, p.stat_blocks, before)]
+    found: list[Job] = [(attn_bwd_before_kernel, p.before_grid, before)]
     if dk is not None and dv is not None:
         main = attn_bwd_hopper
         if p.config.d > 128:
