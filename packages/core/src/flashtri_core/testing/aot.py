@@ -35,6 +35,7 @@ class Compiled:
     warnings: tuple[str, ...]
     ptx: str = field(repr=False)
     sass: str = field(repr=False)  # the machine code in words; empty unless it was asked for
+    idle_barriers: int = 0  # that are made and never used; see `kernels.hopper.forward.barriers`
 
     @property
     def serialized_wgmma(self) -> bool:
@@ -117,8 +118,26 @@ def resources(kernel: Any, capability: int, disassemble: bool = False) -> Compil
     meta = kernel.metadata
     columns = meta.tmem_size or 0
     return Compiled(
-        meta.name, capability, meta.shared, columns, max(registers), spills, stores, warnings, kernel.asm["ptx"], sass
-    )
+        meta.name, capability, meta.shared, columns, max(registers), spills, stores, warnings, kernel.asm["ptx"], sass,
+        idle_barriers(kernel.asm.get("ttgir", "")),
+    )  # fmt: skip
+
+
+def idle_barriers(ttgir: str) -> int:
+    """How many arrays of mbarriers a warp-specialised kernel makes and hands to no partition.
+
+    Raises:
+        ValueError: it makes barriers in words that this does not know.
+    """
+    made = re.findall(r"(%\w+) = ttg\.local_alloc[^\n]*-> !ttg\.memdesc<\d+x1xi64", ttgir)
+    if ("init_barrier" in ttgir) != bool(made):
+        raise ValueError("barriers that are not allocated as expected")
+    if not made:
+        return 0
+    handed = re.search(r"ttg\.warp_specialize\(([^)]*)\)", ttgir)
+    if handed is None:
+        raise ValueError("barriers, and no partitions")
+    return sum(name not in re.split(r"[,\s]+", handed[1]) for name in made)
 
 
 def main_loops(sass: str) -> list[list[str]]:
@@ -150,6 +169,7 @@ def check_hopper(kernel: Compiled, most: int) -> None:
     assert kernel.spill_stores <= most, kernel
     assert not any("C75" in line for line in kernel.warnings), f"ptxas serialised wgmma: {kernel}"
     assert kernel.shared <= SHARED_MEMORY[90], kernel
+    assert kernel.idle_barriers == 0, kernel
     if "hopper" in kernel.name:
         assert "HGMMA" in kernel.sass, kernel
         assert "UTMALDG" in kernel.sass, kernel

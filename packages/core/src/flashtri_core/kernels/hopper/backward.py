@@ -817,13 +817,13 @@ def attn_bwd_hopper(
     bars = Bars(
         barriers(1, 1),
         barriers(1, 1),
-        barriers(1, 2),
-        barriers(1, 2),
+        barriers(1, 2) if C.dq and C.group_split == 1 else None,
+        barriers(1, 2) if C.whole_head else None,
         barriers(C.q_stages, 1),
         barriers(C.q_stages, 2),
         barriers(C.do_stages, 1),
         barriers(C.do_stages, 2),
-        barriers(2, 2),
+        barriers(2, 2) if C.dq else None,
     )
     fence_async_shared()
     sizes = Sizes(heads, group, Nq, Nk, blocks, batch_heads, head_group, q_blocks)
