@@ -343,6 +343,7 @@ PREPARED = {
     "scores": Case("scores", batch=4, heads=(2, 2), nq=150, nk=140, causal=True, softcap=5.0, alibi="h"),
     "used": Case("used", batch=4, nq=200, nk=150, used=(100, 0, 150, 7)),
     "narrow": Case("narrow", batch=5, nq=200, nk=200, d=72, dv=72, causal=True),
+    "slopes of a batch": Case("slopes of a batch", batch=4, nq=65, nk=65, causal=True, alibi="bh"),
 }  # fmt: skip
 
 

@@ -68,12 +68,14 @@ int cuTensorMapEncodeTiled(uint64_t *map, int type, uint32_t rank, void *address
   for (uint32_t i = 0; i < rank; i++) map[2 + i] = size[i] ^ (uint64_t)box[i] << 40 ^ (i + 1 < rank ? stride[i] << 8 : 0);
   return 0;
 }
-int sizes[256], launched, refuses; /* bytes of each parameter of the launch to come, 0 behind the last */
+int sizes[256], launched, refuses, overlaps; /* bytes of each parameter of the launch to come, 0 behind the last */
 uint64_t seen[32][3 + 16 * 256];
 int cuLaunchKernelEx(const uint32_t *config, void *f, void **params, void **extra) {
   if (refuses) return refuses--, 201; /* no context */
   uint64_t *to = seen[launched++ % 32];
   to[0] = config[0]; to[1] = config[3]; to[2] = config[6]; /* programs, threads, shared memory */
+  uint32_t *attribute = *(uint32_t **)(config + 10); /* its kind first: 6 is programmatic stream serialization */
+  overlaps += config[12] == 1 && attribute[0] == 6 && attribute[2] == 1;
   for (int i = 0; sizes[i]; i++) memcpy(to + 3 + 16 * i, params[i], sizes[i]);
   return 0;
 }
@@ -131,6 +133,7 @@ class Recorder:
         self.sizes = (ctypes.c_int * 256).in_dll(library, "sizes")
         self.launched = ctypes.c_int.in_dll(library, "launched")
         self.refuses = ctypes.c_int.in_dll(library, "refuses")  # so many launches to come
+        self.overlaps = ctypes.c_int.in_dll(library, "overlaps")  # launches that may begin before the last one ends
         self.seen = ((ctypes.c_uint64 * (3 + 16 * 256)) * 32).in_dll(library, "seen")
 
     def expect(self, compiled: Any) -> None:
@@ -354,6 +357,28 @@ def packed_is_same(impl: str, heads: tuple[int, int], recorder: Recorder) -> boo
     return same(calls[1], recorder, 6)
 
 
+def pieces_are_same(recorder: Recorder) -> bool:
+    """The same of a Hopper backward in several launches of one kernel, all but the first of which overlap."""
+    from .. import flash_attn
+    from ..kernels.hopper import launch_backward
+    from ..target import SHARED_MEMORY, Target
+
+    q, k, v, do = (torch.zeros(6, 2, 64, 128, dtype=torch.bfloat16, requires_grad=n < 3) for n in range(4))
+
+    def call(q: Any = q, k: Any = k, v: Any = v) -> Any:
+        return torch.autograd.grad(flash_attn(q, k, v, impl="hopper"), (q, k, v), do)
+
+    with ExitStack() as stack:
+        for name, value in (
+            ("target_of", lambda device: Target(90, SHARED_MEMORY[90], multiprocessors=1)),
+            ("CONVERT_STEPS", {128: 0}), ("PIECE_WAVES", 4),
+        ):  # fmt: skip
+            stack.enter_context(mock.patch.object(launch_backward, name, value))
+        call(q, q, q)
+        recorder.overlaps.value = 0
+        return same(call, recorder, 6) and recorder.overlaps.value == 2 * 2  # by two quick calls, three pieces each
+
+
 def examine(impl: str, recorder: Recorder, timed: bool) -> dict[str, Any]:
     """The figures of the module's docstring for one implementation."""
     from .. import dispatch, flash_attn, flash_attn_varlen
@@ -393,7 +418,8 @@ def examine(impl: str, recorder: Recorder, timed: bool) -> dict[str, Any]:
     )  # 16: thread blocks of the Hopper backward share a group
     report: dict[str, Any] = {
         "same": same(lambda: both(*others), recorder)
-        and all(packed_is_same(impl, heads, recorder) for heads in packed),
+        and all(packed_is_same(impl, heads, recorder) for heads in packed)
+        and (impl == "triton" or pieces_are_same(recorder)),
         "refused": recorder.count(lambda: both(*others), 1) if impl == "hopper" else 4,
         "undisturbed": impl == "triton" or undisturbed(forward, lambda: forward(x, x, x)),
         "replanned": replanned,

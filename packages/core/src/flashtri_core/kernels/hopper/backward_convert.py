@@ -3,8 +3,8 @@
 That pass (:mod:`.backward_ends`) reads dQ's accumulator and writes dQ, 6 bytes per element at memory speed, and a row's dQ is
 complete when every key tile of its head has added to it. Counting those in takes a fence per tile, which costs more than the
 pass. With ``C.converts`` the main kernel is launched in pieces instead, whole heads each. The driver may start a piece when all
-thread blocks of the one before run or have ended ("programmatic dependent launch"), so that no multiprocessor is idle in
-between; and two warps of every thread block, those that prepare rows (:mod:`.backward_prepare`), wait until the piece before
+thread blocks of the one before run and say so, or have ended ("programmatic dependent launch"): no multiprocessor is idle in
+between. And two warps of every thread block, those that prepare rows (:mod:`.backward_prepare`), wait until the piece before
 has ended, and convert their share of its rows. The pass after does the last piece's.
 """
 

@@ -274,15 +274,16 @@ class Launches:
 
     Args:
         binaries: What Triton's own launches of the first call's ``jobs`` returned.
-        jobs: Those launches. One of the same kernel as the one before it is a further piece of that, and may overlap with it.
+        jobs: Those launches.
         tensors: The first call's; the same objects as among the arguments, and each once.
         parts: Of the first tensor, further ones among the arguments, with their offsets in bytes.
         device: Index of the GPU.
+        overlapping: Numbers of the launches that may begin before the one in front of them has ended.
     """
 
     def __init__(
         self, binaries: Sequence[Any], jobs: Sequence[Job], tensors: Sequence[torch.Tensor | None], device: int | None,
-        parts: Sequence[tuple[torch.Tensor | None, int]] = (),
+        parts: Sequence[tuple[torch.Tensor | None, int]] = (), overlapping: Sequence[int] = (),
     ) -> None:  # fmt: skip
         self.binaries, self._device, self._stream_of = binaries, device, driver.active.get_current_stream
         self._place = {id(x): n for n, x in enumerate((*tensors, *(x for x, _ in parts)))}
@@ -292,11 +293,12 @@ class Launches:
         self._stream = 0
         self._words: list[tuple[Any, int, int]] = []  # where to write which of them
         self._descriptors: list[tuple[Any, int, int, Encoded]] = []  # where to write whose descriptor's
+        self._encoded: dict[Any, Encoded] = {}  # of a tensor, for every launch that has it in the same layout
         pairs = zip(binaries, jobs, strict=True) if all(map(DriverLaunch.takes, binaries)) else ()
         self._launches = [self._laid_out(binary, grid, arguments) for binary, (_, grid, arguments) in pairs]
-        for launch, (kernel, *_), (before, *_) in zip(self._launches[1:], jobs[1:], jobs, strict=False):
-            if kernel is before:
-                launch.overlap()
+        if self._launches:
+            for n in overlapping:
+                self._launches[n].overlap()
 
     def _laid_out(self, binary: Any, grid: int, arguments: tuple[Any, ...]) -> DriverLaunch:
         metas = iter(binary.metadata.tensordesc_meta or ())
@@ -304,7 +306,10 @@ class Launches:
         words, descriptors = [], []
         for x in in_signature(binary.src.signature.values(), arguments):
             if type(x) is Block:
-                descriptors.append((len(numbers), self._place[id(x.tensor)], Encoded(x.shape, x.strides, next(metas))))
+                place, meta = self._place[id(x.tensor)], next(metas)
+                layout = place, x.shape, x.strides, repr(meta)
+                found = self._encoded.setdefault(layout, Encoded(x.shape, x.strides, meta))
+                descriptors.append((len(numbers), place, found))
                 numbers += 0, *x.shape, *x.strides
             elif isinstance(x, torch.Tensor):
                 words.append((len(numbers), self._place[id(x)]))

@@ -622,7 +622,7 @@ class Backward:
             if width(self.problem) <= 128 and (dq is None or dk is None):
                 config = config or shared(split_tiles(self.problem), self.problem, multiprocessors)
             config = config or tiles(self.problem, self.deterministic, multiprocessors)
-            if tma_reason("out", out) or out.dtype != q.dtype:  # hooks give back what they like
+            if tma_reason("out", out) or out.dtype != q.dtype or dq is None:  # hooks give back what they like
                 config = replace(config, prepares=False)
             self.plan = plan(self.problem, self.deterministic, config, multiprocessors)
             self.behind = Tail(self.problem, device, dq, dk, dv, None, None)
@@ -655,7 +655,9 @@ class Backward:
         binaries = [kernel[(grid,)](*arguments, num_warps=4) for kernel, grid, arguments in given]
         offsets = accumulate((4 * n for n in self.plan.workspace), initial=0)  # and the end
         parts = [*zip(own, offsets, strict=False)]
-        self.launches = Launches(binaries, jobs, (memory, *tensors), memory.device.index, parts)
+        main = range(len(jobs) - len(self.plan.pieces), len(jobs) - 1)  # the pieces but the first: a pass follows them
+        overlapping = main if self.plan.config.converts else ()
+        self.launches = Launches(binaries, jobs, (memory, *tensors), memory.device.index, parts, overlapping)
 
     def _jobs(
         self, own: Workspace, do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
