@@ -603,7 +603,7 @@ ORDER_FAULTS = {
         "deadlock|dq", "full",
     ),
     "the last block kept": ("backward.consumer", "pass_semaphore(", "(", "deadlock", "causal"),
-    "semaphores not zeroed": ("backward_ends.attn_bwd_before_kernel", "tl.store(SEMAPHORE", "(SEMAPHORE", "deadlock", "full"),
+    "semaphores not zeroed": ("backward_ends.attn_bwd_before_kernel", "tl.store(SEMAPHORE + pid", "(SEMAPHORE + pid", "deadlock", "full"),
     "Q loaded in another order": (
         "backward.producer", "place_of(at, h0,", "place_of((t.lo + t.hi) * heads - 1 - at, h0,", "dq|dk", "causal",
     ),
