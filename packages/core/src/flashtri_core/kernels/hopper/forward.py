@@ -769,8 +769,8 @@ def tile_pair(dtype: gl.constexpr, stages: gl.constexpr, rows: gl.constexpr, des
 def barriers(number: gl.constexpr, arrivals: gl.constexpr):
     """mbarriers that complete a phase after ``arrivals``. No barrier may be made and not used.
 
-    Triton gives the memory of one that no partition uses to another buffer, without the ``mbarrier.inval`` that PTX asks for. On
-    an H200 shared by several processes the barrier came back there, and 8 bytes of that buffer were lost.
+    Triton gives the memory of one that no partition uses to another buffer, without the ``mbarrier.inval`` that PTX asks for.
+    On an H200 shared by several processes the barrier came back there, and 8 bytes of that buffer were lost.
     """
     bars = gl.allocate_shared_memory(gl.int64, [number, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(number):
