@@ -174,64 +174,64 @@ def some_shapes():
         yield (draw.randint(1, 250), (kv_heads * group, kv_heads), nq, nk), draw.choice([1, 7, 78, 132])
 
 
+def some_plans(d, causal):
+    """Problem, multiprocessors and plan for each of those shapes, with and without shares."""
+    q = torch.empty(1, 1, 1, d, dtype=torch.bfloat16)
+    one = problem(q, q, q, causal=causal)
+    for (batch, heads, nq, nk), multiprocessors in some_shapes():
+        p = dataclasses.replace(one, batch=batch, heads_q=heads[0], heads_k=heads[1], seqlen_q=nq, seqlen_k=nk)
+        chosen = hopper.shared(hopper.fused_tiles(p), p, multiprocessors)
+        assert chosen.prepares and chosen.converts
+        for split in {1, chosen.group_split}:
+            config = dataclasses.replace(chosen, group_split=split)
+            yield p, multiprocessors, hopper.plan(p, False, config, multiprocessors)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("d", [8, 64, 72, 128])
 def test_rows_are_prepared_a_wave_before_they_are_read(d, causal):
     """Each block by the pass before, or by one thread block; never by one that waits for it."""
-    q = torch.empty(1, 1, 1, d, dtype=torch.bfloat16)
-    one, prepared = problem(q, q, q, causal=causal), 0
-    for (batch, heads, nq, nk), multiprocessors in some_shapes():
-        p = dataclasses.replace(one, batch=batch, heads_q=heads[0], heads_k=heads[1], seqlen_q=nq, seqlen_k=nk)
-        chosen = hopper.shared(hopper.fused_tiles(p), p, multiprocessors)
-        for split in {1, chosen.group_split}:
-            config = dataclasses.replace(chosen, prepares=True, group_split=split)
-            c = hopper.plan(p, False, config, multiprocessors)
-            units, group, _nq, _nk, tiles, _total, side, q_blocks = c.sizes
-            rows, total = group * q_blocks, batch * units
-            assert c.stat_blocks == total * rows
-            assert c.grid == total * tiles
-            assert c.config.prepares is (c.prepared < c.stat_blocks)
-            prepared += c.config.prepares
-            assert c.prepared + c.each * c.grid >= c.stat_blocks
-            assert c.each * c.config.block_m <= 128
-            for unit in range(0, total, side):  # the first of those that run side by side
-                there = c.prepared + c.each * max(0, unit * tiles - multiprocessors)
-                assert min(unit + side, total) * rows <= there, (p, multiprocessors)
+    prepared = 0
+    for p, multiprocessors, c in some_plans(d, causal):
+        units, group, _nq, _nk, tiles, _total, side, q_blocks = c.sizes
+        rows, total = group * q_blocks, p.batch * units
+        assert c.stat_blocks == total * rows
+        assert c.grid == total * tiles
+        assert c.config.prepares is (c.prepared < c.stat_blocks)
+        prepared += c.config.prepares
+        assert c.prepared + c.each * c.grid >= c.stat_blocks
+        assert c.each * c.config.block_m <= 128
+        for unit in range(0, total, side):  # the first of those that run side by side
+            there = c.prepared + c.each * max(0, unit * tiles - multiprocessors)
+            assert min(unit + side, total) * rows <= there, (p, multiprocessors)
     assert prepared > 1000
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("d", [8, 64, 72, 128])
 def test_rows_are_converted_once_by_the_launch_behind_their_last_addition(d, causal):
-    q = torch.empty(1, 1, 1, d, dtype=torch.bfloat16)
-    one, several = problem(q, q, q, causal=causal), 0
-    for (batch, heads, nq, nk), multiprocessors in some_shapes():
-        p = dataclasses.replace(one, batch=batch, heads_q=heads[0], heads_k=heads[1], seqlen_q=nq, seqlen_k=nk)
-        chosen = hopper.fused_tiles(p)
-        for split in {1, hopper.shared(chosen, p, multiprocessors).group_split}:
-            c = hopper.plan(p, False, dataclasses.replace(chosen, group_split=split), multiprocessors)
-            units, group, _nq, _nk, tiles, _total, side, q_blocks = c.sizes
-            total, done = batch * units, 0
-            assert c.config.converts is (len(c.pieces) > 1)
-            assert sum(here for here, _piece in c.pieces) == c.grid
-            first = 0
-            for here, piece in c.pieces:
-                assert here > 0
-                assert piece.first == first
-                unit = first // tiles
-                assert unit * tiles == first
-                assert unit % side == 0  # heads side by side stay together
-                assert piece.begin == done
-                ready = unit * group * q_blocks  # all that earlier launches have added to
-                assert piece.end == ready or first + here == c.grid
-                assert piece.end <= ready
-                assert piece.each * here >= piece.end - piece.begin
-                if len(c.pieces) > 1:
-                    steps = group * q_blocks // (2 if causal else 1)
-                    assert steps >= hopper.CONVERT_STEPS[c.config.d] * piece.each
-                first, done = first + here, piece.end
-            assert c.converted == done < total * group * q_blocks == c.stat_blocks
-            several += len(c.pieces) > 1
+    several = 0
+    for p, _multiprocessors, c in some_plans(d, causal):
+        units, group, _nq, _nk, tiles, _total, side, q_blocks = c.sizes
+        rows, first, done = group * q_blocks, 0, 0
+        assert c.config.converts is (len(c.pieces) > 1)
+        assert sum(here for here, _piece in c.pieces) == c.grid
+        for here, piece in c.pieces:
+            assert here > 0
+            assert piece.first == first
+            unit = first // tiles
+            assert unit * tiles == first
+            assert unit % side == 0  # heads side by side stay together
+            assert piece.begin == done
+            ready = unit * rows  # all that earlier launches have added to
+            assert piece.end == ready or first + here == c.grid
+            assert piece.end <= ready
+            assert piece.each * here >= piece.end - piece.begin
+            if len(c.pieces) > 1:
+                assert rows // (2 if causal else 1) >= hopper.CONVERT_STEPS[c.config.d] * piece.each
+            first, done = first + here, piece.end
+        assert c.converted == done < p.batch * units * rows == c.stat_blocks
+        several += len(c.pieces) > 1
     assert several > 200
 
 
@@ -337,7 +337,7 @@ def test_thread_blocks_that_work_for_others_compile_well(sm90, d, converts, caus
 
 
 def tile_spills(sass):
-    """Spilled numbers that the warpgroups read outside of their main loops, which begin and end with wgmma and end in stores."""
+    """How many spilled numbers the two warpgroups read, from where each begins to where its dK leaves."""
     lines = sass.splitlines()
     products = [n for n, line in enumerate(lines) if "HGMMA" in line]
     starts = [0] + [n + 1 for n, line in enumerate(lines) if "USETMAXREG" in line]

@@ -434,7 +434,7 @@ def test_an_output_that_tma_cannot_read_is_prepared_before(monkeypatch, poisoned
     assert all(torch.equal(x, y) for x, y in zip(got[1:], want[1:], strict=True))
 
 
-PREPARE_FAULTS = {
+FAULTS_FOR_OTHERS = {
     "rows nobody waits for": ("backward.load_do", "await_rows(rows.READY, unit, ready, prepared, sizes)", "pass", ""),
     "rows nobody counts": ("backward_prepare.prepare_rows", "(thread & 31) == 0", "thread < 0", "deadlock.*semaphores"),
     "no zeros": ("backward_prepare.prepare_rows", "gl.store(zeros, gl.zeros([512], gl.float32, FLAT))", "pass", ""),
@@ -449,10 +449,10 @@ PREPARE_FAULTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", PREPARE_FAULTS)
+@pytest.mark.parametrize("fault", FAULTS_FOR_OTHERS)
 def test_a_fault_in_what_is_done_for_others_is_noticed(fault, monkeypatch, poisoned):
     """By wrong numbers, or because nobody can go on."""
-    place, old, new, words = PREPARE_FAULTS[fault]
+    place, old, new, words = FAULTS_FOR_OTHERS[fault]
     given = cases.inputs(dataclasses.replace(PREPARED["full"], d=(64, 128)[len(fault) % 2]), BFLOAT)
     right, eager = cases.exact(given, torch.float64), cases.exact(given, BFLOAT)
     prepares(monkeypatch, converts=place.startswith("backward_convert"))

@@ -622,7 +622,8 @@ class Backward:
             if width(self.problem) <= 128 and (dq is None or dk is None):
                 config = config or shared(split_tiles(self.problem), self.problem, multiprocessors)
             config = config or tiles(self.problem, self.deterministic, multiprocessors)
-            if tma_reason("out", out) or out.dtype != q.dtype or dq is None:  # hooks give back what they like
+            # hooks give O back as they like; and nothing is converted to a dQ that nobody wants
+            if tma_reason("out", out) or out.dtype != q.dtype or dq is None:
                 config = replace(config, prepares=False)
             self.plan = plan(self.problem, self.deterministic, config, multiprocessors)
             self.behind = Tail(self.problem, device, dq, dk, dv, None, None)
