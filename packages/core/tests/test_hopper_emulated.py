@@ -517,8 +517,10 @@ def test_a_split_that_does_not_divide_the_group_is_refused(monkeypatch):
 # ------------------------------------------------------------------------------------------------- ordered additions
 ORDERED = {
     "full": Case("full", batch=2, nq=200, nk=400),
+    "rotation": Case("rotation", batch=2, heads=(3, 3), nq=650, nk=900),
     "full, ragged": Case("full", heads=(4, 2), nq=330, nk=300, layouts=("rows_first",) * 4),
     "causal": Case("causal", nq=300, nk=400, heads=(4, 2), causal=True, sink=True),
+    "causal, both ways": Case("causal", batch=2, heads=(3, 3), nq=300, nk=400, causal=True),
     "causal, rows that see nothing": Case("causal", nq=450, nk=300, causal=True),
     "window": Case("window", nq=500, nk=500, heads=(2, 1), window=(150, 20)),
     "window of one key": Case("window", nq=300, nk=420, window=(0, 0)),
@@ -539,14 +541,14 @@ def ordered(monkeypatch, **options):
     return used
 
 
-def some_orders(given, right, eager, used, seeds, **emulation):
-    """Gradients within the budget, and the same bits, with one, two and three thread blocks side by side.
+def some_orders(given, right, eager, used, seeds, residents=(1, 2, 3), **emulation):
+    """Gradients within the budget, and the same bits, with so many thread blocks side by side.
 
     The same bits of dQ's fp32 accumulator: rounded to 16 bits, most sums in another order are equal.
     """
     found = []
     for seed in seeds:
-        with gluon_cpu.emulate(seed, resident=1 + seed % 3, **emulation):
+        with gluon_cpu.emulate(seed, resident=residents[seed % len(residents)], **emulation):
             got = cases.run(given, "hopper")
         budget.check(got, right, eager)
         found.append({**got, "dq's accumulator": used[-1].acc})
@@ -572,47 +574,99 @@ def test_ordered_additions(name, d, monkeypatch, poisoned):
 
 
 def test_ordered_additions_with_heads_in_groups(monkeypatch, poisoned):
-    """As many heads side by side as their bytes allow, under a mask and without one; the last group is smaller."""
-    for causal in (False, True):
-        case = Case("groups", batch=3, heads=(1, 1), nq=150, nk=300, d=64, causal=causal)
-        given = cases.inputs(case, BFLOAT)
-        used = ordered(monkeypatch, l2_bytes=2 * 150 * 512)
-        some_orders(given, cases.exact(given, torch.float64), cases.exact(given, BFLOAT), used, range(3))
+    """As many heads side by side as their bytes allow; the last group is smaller."""
+    given = cases.inputs(Case("groups", batch=3, heads=(1, 1), nq=150, nk=300, d=64, window=(200, 0)), BFLOAT)
+    used = ordered(monkeypatch, l2_bytes=2 * 150 * 512)
+    some_orders(given, cases.exact(given, torch.float64), cases.exact(given, BFLOAT), used, range(3))
+
+
+@pytest.fixture
+def plans(monkeypatch):
+    """Every plan that is made from here on."""
+    found, plan = [], launch_backward.plan
+    monkeypatch.setattr(launch_backward, "plan", lambda *call: found.append(plan(*call)) or found[-1])
+    return found
+
+
+@pytest.mark.parametrize("most", [2, 3, 4, 8])
+@pytest.mark.parametrize("d", [64, 128])
+def test_rotations(d, most, monkeypatch, poisoned, plans):
+    """Eight key tiles in several rotations and in one, with room for one and for more, some of it beneath preparation."""
+    given = cases.inputs(dataclasses.replace(ORDERED["rotation"], d=d), BFLOAT)
+    right, eager = cases.exact(given, torch.float64), cases.exact(given, BFLOAT)
+    monkeypatch.setattr(launch_backward, "CONVERT_STEPS", {64: 0, 128: 0})
+    monkeypatch.setattr(launch_backward, "PIECE_WAVES", 1)
+    used = ordered(monkeypatch)
+    residents = most, 2 * most, 2 * most + 1
+    some_orders(given, right, eager, used, range(3), residents, multiprocessors=2 * most)
+    assert plans[-1].config.rotation == most
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_heads_that_walk_either_way(d, monkeypatch, poisoned, plans):
+    """Causal: four heads one after another, then two side by side; their rows prepared by earlier ones."""
+    given = cases.inputs(dataclasses.replace(ORDERED["causal, both ways"], d=d), BFLOAT)
+    right, eager = cases.exact(given, torch.float64), cases.exact(given, BFLOAT)
+    some_orders(given, right, eager, ordered(monkeypatch), range(6))
+    assert plans[-1].config.both_ways
+    assert plans[-1].config.prepares
+    assert plans[-1].sizes[5:7] == (6, 2)
 
 
 #: A fault, as below, and the case that shows it.
 ORDER_FAULTS = {
-    "added without waiting": (
-        "backward.step", "await_semaphore(DQ_SEMAPHORE, block, gl.where(m < t.before_hi, tile_n, 0), early, WG)", "pass", "dq",
-        "full",
+    "added without waiting": ("backward.step", "mbarrier.wait(bars.turn", "mbarrier.wait(bars.ds_full", "dq", "full"),
+    "handed on before it is added": ("backward_order.keep_order", "mbarrier.wait(added.index(stage), phase)", "pass", "deadlock|dq", "full"),
+    "handed on when one warpgroup has added": (
+        "backward.attn_bwd_hopper", "barriers(2, 2) if C.ordered", "barriers(2, 1) if C.ordered", "deadlock|dq|arriv", "full",
     ),
-    "handed on before it is added": (
-        "backward.step", "add_dq(dq, DQ_ACC, block", "pass_semaphore(DQ_SEMAPHORE, block, tile_n + 1, WG)\n        add_dq(dq, DQ_ACC, block",
-        "deadlock|dq", "full",
-    ),
-    "handed on before its turn": (
-        "backward.step", "pass_semaphore(DQ_SEMAPHORE, before,", "pass_semaphore(DQ_SEMAPHORE, block,", "deadlock|dq", "causal",
-    ),
-    "waits for the tile before last": ("backward.step", "t.before_hi, tile_n, 0)", "t.before_hi, tile_n - 1, 0)", "deadlock", "full"),
+    "waits for the tile behind the next": ("backward_order.turn_of", "n + 2, 0)", "n + 3, 0)", "deadlock", "causal, both ways"),
     "waits for a tile that does not see the block": (
-        "backward.locate", "before_hi = gl.where(start_n > 0, before_hi, 0)", "before_hi = hi", "deadlock", "window",
+        "backward_walk.locate", "next_lo = gl.where(next_lo < next_hi, next_lo, hi)", "next_lo = lo", "deadlock", "window",
     ),
-    "does not wait where both tiles end": ("backward.step", "m < t.before_hi,", "m < t.before_hi - 1,", "deadlock|dq", "window"),
+    "does not wait where the next tile begins": (
+        "backward_order.turn_of", "m >= t.next_lo", "m > t.next_lo", "deadlock|dq", "causal, both ways",
+    ),
     "handed on at the wrong place": (
-        "backward.pass_semaphore", "semaphore_of(DQ_SEMAPHORE, block, WG)", "semaphore_of(DQ_SEMAPHORE, block, 1 - WG)",
-        "deadlock|dq", "full",
+        "backward_order.keep_order", "[address, lane * 0 + after", "[address + 4, lane * 0 + after", "deadlock|dq|outside", "full",
     ),
-    "the last block kept": ("backward.consumer", "pass_semaphore(", "(", "deadlock", "causal"),
-    "semaphores not zeroed": ("backward_ends.attn_bwd_before_kernel", "tl.store(SEMAPHORE + pid", "(SEMAPHORE + pid", "deadlock", "full"),
+    "the last block kept": (
+        "backward_order.keep_order", "(lane == 0)", "((lane == 0) & (at + 1 < t.hi * sizes.group))", "deadlock", "full",
+    ),
+    "semaphores not zeroed": (
+        "backward_ends.attn_bwd_before_kernel", "tl.store(SEMAPHORES + pid, 0.0)", "pass", "deadlock", "full",
+    ),
+    "semaphores of rows that others prepare not zeroed": (
+        "backward_ends.attn_bwd_before_kernel", "tl.store(SEMAPHORES + block, 0.0", "tl.store(SEMAPHORES + block, 1.0", "deadlock", "causal, both ways",
+    ),
     "Q loaded in another order": (
         "backward.producer", "place_of(at, h0,", "place_of((t.lo + t.hi) * heads - 1 - at, h0,", "dq|dk", "causal",
     ),
     "a tile launched before the one it waits for": (
-        "backward.locate", "sizes.head_group, C.block_n, False)\n        z", "sizes.head_group, C.block_n, True)\n        z",
-        "deadlock", "full",
+        "backward_walk.locate", "C.block_n, C.ordered)\n        z =", "C.block_n, False)\n        z =", "deadlock", "window",
+    ),
+    "a causal tile launched before the one it waits for": (
+        "backward_walk.tile_of_either_way", "sizes.blocks - 1 - pid % sizes.blocks", "pid % sizes.blocks", "deadlock", "causal, both ways",
+    ),
+    "a descending tile launched before the one it waits for": (
+        "backward_walk.tile_of_either_way", "rank // sizes.head_group,", "sizes.blocks - 1 - rank // sizes.head_group,", "deadlock",
+        "causal, both ways",
+    ),
+    "descending tiles in the order of the others": (
+        "backward_order.turn_of", "gl.where(t.descends, n, turn)", "turn", "deadlock", "causal, both ways",
     ),
     "a packed tile launched before the one it waits for": (
-        "backward.locate", "CU_K, C.block_n, False", "CU_K, C.block_n, True", "deadlock", "packed",
+        "backward_walk.locate", "CU_K, C.block_n, C.ordered", "CU_K, C.block_n, False", "deadlock", "packed",
+    ),
+    "a rotation in another order than it walks": (
+        "backward_order.turn_of", "((m + 1) * t.mates - 1) // t.hi", "(m * t.mates) // t.hi", "deadlock", "rotation",
+    ),
+    "a rotation before the one in front of it": (
+        "backward_order.turn_of", "turn = n - t.place +", "turn =", "deadlock|dq", "rotation",
+    ),
+    "more heads' rotations begun than there is room for": (
+        "backward_walk.rotating_tile", "rank // here, first + rank % here", "rank % heads_here, first + rank // heads_here",
+        "deadlock", "rotation",
     ),
 }  # fmt: skip
 
@@ -624,8 +678,9 @@ def test_a_fault_in_the_order_is_noticed(fault, monkeypatch, poisoned):
     given = cases.inputs(dataclasses.replace(ORDERED[name], d=(64, 128)[len(fault) % 2]), BFLOAT)
     right, eager = cases.exact(given, torch.float64), cases.exact(given, BFLOAT)
     used = ordered(monkeypatch)
+    turning = dict(residents=(4, 6, 8), multiprocessors=8) if name == "rotation" else {}
     with pytest.raises((gluon_cpu.EmulationError, AssertionError), match=words):
-        some_orders(given, right, eager, used, range(12), edits={place: (old, new)})
+        some_orders(given, right, eager, used, range(12), edits={place: (old, new)}, **turning)
 
 
 # ------------------------------------------------------------------------------------------------- other memory
@@ -740,7 +795,9 @@ def test_repeated_calls_reuse_the_plan_and_leave_the_counter_zero():
 
 
 @pytest.mark.parametrize("wanted", ["q", "kv"])
-def test_part_of_the_gradients(wanted):
+def test_part_of_the_gradients(wanted, monkeypatch):
+    """Of the split kernels, which compute them without the others."""
+    monkeypatch.setattr(launch_backward, "deterministic_tiles", launch_backward.split_tiles)
     tensors = [torch.randn(1, 2, 200, 64, generator=torch.Generator().manual_seed(i)).to(HALF) for i in range(4)]
     want = gradients(*tensors, flash_attn, deterministic=True)[1:]
     leaves = [x.detach().requires_grad_(name in wanted) for x, name in zip(tensors, "qkv", strict=False)]
@@ -852,7 +909,7 @@ FAULTS = {
         "backward.producer",
         "mbarrier.wait(bars.kv_empty.",
         "(bars.kv_empty.",
-        "while a wgmma or a TMA store reads|without fence",
+        "while a wgmma or a TMA store reads|while a TMA load fills|without fence",
         {"whole_head": True, "prepares": False},
     ),
     "a share left out": ("backward_ends.convert", "range(1, SHARES)", "range(2, SHARES)", "dk.*dv", {"group_split": 2}),

@@ -10,16 +10,8 @@ dV and dK belong to this block. dQ does not: every key block adds to it, so it i
 by ``red.global.add``, zeroed before and converted to 16 bits afterwards (:mod:`.backward_ends`; with ``C.prepares`` thread
 blocks zero what later ones add to, and take their delta: :mod:`.backward_prepare`; with ``C.converts`` they convert what
 earlier ones have added to: :mod:`.backward_convert`). The order of
-those additions varies from run to run; with ``C.dq = False`` the kernel leaves dQ out, and :mod:`.backward_split` computes
-it without sharing, which is deterministic.
-
-With ``C.ordered`` the key tiles of a head add to a block of rows in ascending order. A thread always adds to the same places
-of a dQ tile, so a warp keeps order with the same warp of other thread blocks, by a semaphore: 1 + the number of the last key
-tile that has added. Tile n waits for n where tile n - 1 sees these rows too, adds, and sets n + 1 a step later, when a fence
-finds the additions performed. It waits for tiles launched before it only, which run or have ended: some tile can always go
-on. Under a mask the walk over the rows descends. Causal tiles all begin with the last block then, each a step behind the one
-before; ascending, a tile would begin at its diagonal, which the one before comes to later. And a walk takes all heads of a
-group for one block of rows before the next block: head by head, no tile could end much earlier than the longest.
+those additions varies from run to run, but with ``C.ordered`` (:mod:`.backward_order`); with ``C.dq = False`` the kernel leaves
+dQ out, and :mod:`.backward_split` computes it without sharing.
 
 With ``C.whole_head`` one block walks over all key tiles of a head, from the last to the first. Then dQ has one writer: a row's
 first addition is a store, so nothing needs zeroing, the order is fixed, and the block itself converts dQ at the end. It takes
@@ -64,10 +56,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..schedule import dense_tile, packed_tile, span_of
 from .backward_convert import Piece, Sums, work_for_others
-from .backward_ends import is_gentle
+from .backward_order import keep_order
 from .backward_prepare import Slots, await_rows, read_rows
+from .backward_walk import Sizes, first_block, first_query_block, locate, place_of, ring, turns_of, walks_of
 from .common import ANY, OR_ZERO, biased_lse, biased_scores, named_barrier_wait, select, tma_load, tma_store
 from .forward import barriers, clear_rows
 
@@ -107,32 +99,6 @@ _LOAD = "".join(
 LOAD_V4 = gl.constexpr("{\n" + _LOAD + "}")
 LOAD_V4_OPERANDS = gl.constexpr(",".join(["=f"] * 32 + ["l"] * 32))
 
-# One per warp. $0: the value, or a result nobody reads; $1: the address; $2: the value to wait for or to set. Waiting begins
-# with the early value, $3; the vote tells ptxas that a warp stays together. Setting: when the additions of all lanes have been
-# performed, one of them ($3) stores.
-READ_SEMAPHORE = gl.constexpr("ld.relaxed.gpu.global.b32 $0, [$1];")
-AWAIT_SEMAPHORE = gl.constexpr("""{
-.reg .pred p;
-.reg .b32 x;
-mov.b32 x, $3;
-bra.uni test_${:uid};
-again_${:uid}:
-ld.acquire.gpu.global.b32 x, [$1];
-test_${:uid}:
-setp.ne.s32 p, x, $2;
-vote.sync.any.pred p, p, 0xffffffff;
-@p bra.uni again_${:uid};
-mov.b32 $0, x;
-}""")
-PASS_SEMAPHORE = gl.constexpr("""{
-.reg .pred p;
-setp.ne.s32 p, $3, 0;
-fence.acq_rel.gpu;
-bar.warp.sync 0xffffffff;
-@p st.relaxed.gpu.global.b32 [$1], $2;
-mov.b32 $0, 0;
-}""")
-
 
 class Tiles(NamedTuple):
     """Shared memory. ``k_panels`` and ``ds_panels`` are K and dS^T seen as 64 x 64 panels, dQ's operands."""
@@ -160,158 +126,16 @@ class Bars(NamedTuple):
     do_full: Any
     do_empty: Any
     ds_full: Any
+    turn: Any
+    added: Any
 
 
-class Sizes(NamedTuple):
-    """Run-time sizes that every partition needs; ``q_blocks`` counts blocks of BLOCK_M rows per head (or in all)."""
-
-    heads: Any
-    group: Any
-    Nq: Any
-    Nk: Any
-    blocks: Any
-    batch_heads: Any
-    head_group: Any
-    q_blocks: Any
-
-
-class Tile(NamedTuple):
-    """The key tile of this thread block and the query rows that see it: [lo, hi), of which [free_lo, free_hi) unmasked."""
-
-    z: Any
-    hk: Any
-    start_n: Any
-    q_row0: Any
-    k_row0: Any
-    Nq: Any
-    k_rows: Any
-    Nk: Any
-    lo: Any
-    free_lo: Any
-    free_hi: Any
-    hi: Any
-    before_hi: Any  # ordered: the blocks of rows below it see the key tile before this one as well
-
-
-# ---------------------------------------------------------------------------------------------------------- schedule
 @gluon.jit
 def opaque_zero():
     """0 that ptxas cannot see through, to keep it from hoisting what depends on it out of a loop and spilling it there."""
     return gl.inline_asm_elementwise(
         "mov.b32 $0, 0;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
     )
-
-
-@gluon.jit
-def turns_of(sizes, C: gl.constexpr):
-    """Key tiles that a thread block takes, one after the other."""
-    turns = 1
-    if C.whole_head:
-        turns = sizes.blocks
-    return turns
-
-
-@gluon.jit
-def rows_that_see(start_n, Nq, Nk, variant, args, C: gl.constexpr):
-    """Blocks [lo, hi) of BLOCK_M query rows that see the key tile at start_n; rows [full_lo, full_hi) see all of it."""
-    lo, full_lo, full_hi, hi = variant.q_range(start_n, gl.minimum(start_n + C.block_n, Nk), Nq, Nk, args.mask)
-    hi = gl.where(start_n < Nk, hi, 0)
-    return gl.minimum(lo, hi) // C.block_m, full_lo, full_hi, (hi + C.block_m - 1) // C.block_m
-
-
-@gluon.jit
-def locate(turn, first, sizes, CU_Q, CU_K, USED_K, unit_log2, variant, args, C: gl.constexpr):
-    """This turn's keys, and the steps of the walk over the rows that see them (:func:`place_of`).
-
-    Thread blocks are numbered from ``first`` on where they come in several launches.
-    """
-    BLOCK_M: gl.constexpr = C.block_m
-    pid = gl.program_id(0)
-    if C.converts:
-        pid += first
-    if C.whole_head:
-        z = pid // sizes.heads
-        hk = pid % sizes.heads
-        start_n = (sizes.blocks - 1 - turn) * C.block_n
-    elif C.packed:
-        hk, z, start_n = packed_tile(
-            pid, sizes.blocks, sizes.heads, sizes.head_group, sizes.batch_heads, CU_K, C.block_n, False
-        )
-    else:
-        zh, start_n = dense_tile(pid, sizes.blocks, sizes.batch_heads, sizes.head_group, C.block_n, False)
-        z = zh // sizes.heads
-        hk = zh % sizes.heads
-    q_row0, Nq, _used = span_of(CU_Q, None, z, sizes.Nq)
-    k_row0, k_rows, Nk = span_of(CU_K, USED_K, z, sizes.Nk)
-    lo, full_lo, full_hi, hi = rows_that_see(start_n, Nq, Nk, variant, args, C)
-    free_lo = gl.minimum((full_lo + BLOCK_M - 1) // BLOCK_M, hi)
-    if C.edge_hi:
-        free_hi = gl.maximum(gl.minimum(full_hi // BLOCK_M, hi), free_lo)
-    else:
-        free_hi = hi
-    if C.ragged_keys:  # a tile that the keys do not fill masks every score
-        free_lo = gl.where(start_n + C.block_n > Nk, hi, free_lo)
-        free_hi = gl.maximum(free_hi, free_lo)
-    if C.linear_bias:
-        for g in range(sizes.group):
-            slope = variant.slope(z, hk * sizes.group + g, args.alibi)
-            free_lo = gl.where(is_gentle(slope, unit_log2), free_lo, hi)
-        free_hi = gl.maximum(free_hi, free_lo)
-    if C.descending:
-        free_lo, free_hi = lo + hi - free_hi, lo + hi - gl.maximum(lo, free_lo)
-    before_hi = 0
-    if C.ordered:
-        _lo, _full_lo, _full_hi, before_hi = rows_that_see(start_n - C.block_n, Nq, Nk, variant, args, C)
-        before_hi = gl.where(start_n > 0, before_hi, 0)
-    return Tile(z, hk, start_n, q_row0, k_row0, Nq, k_rows, Nk, lo, free_lo, free_hi, hi, before_hi)
-
-
-@gluon.jit
-def first_block(z, h, row0, heads, blocks, BLOCK: gl.constexpr, PACKED: gl.constexpr):
-    """Number of the first BLOCK rows of head h among all blocks, ``blocks`` a head, of what the kernels share in fp32.
-
-    Dense: heads one after another, each padded to whole blocks. Packed: sequence z starts at block row0 // BLOCK + z.
-    """
-    if PACKED:
-        block = h * blocks + row0 // BLOCK + z
-    else:
-        block = (z * heads + h) * blocks
-    return block
-
-
-@gluon.jit
-def first_query_block(z, h, q_row0, sizes, C: gl.constexpr):
-    """:func:`first_block` of the statistics and of the dQ accumulator."""
-    return first_block(z, h, q_row0, sizes.heads * sizes.group, sizes.q_blocks, C.block_m, C.packed)
-
-
-@gluon.jit
-def walks_of(sizes, C: gl.constexpr):
-    """Walks over a tile's rows, and the heads that each takes, all of them for one block of rows before the next block."""
-    walks, heads = sizes.group, 1
-    if C.ordered:
-        walks, heads = 1, sizes.group
-    return walks, heads
-
-
-@gluon.jit
-def place_of(at, h, block0, t, sizes, C: gl.constexpr):
-    """A walk's step ``at``: head, block of rows, and the block's number in the accumulator, where head h begins at block0."""
-    m = at
-    if C.ordered:
-        m = at // sizes.group
-        g = at - m * sizes.group
-        h += g
-        block0 += g * sizes.q_blocks
-    if C.descending:
-        m = t.lo + t.hi - 1 - m
-    return h, m, block0 + m
-
-
-@gluon.jit
-def ring(count, STAGES: gl.constexpr):
-    """Stage and phase of the count-th block."""
-    return count % STAGES, (count // STAGES) & 1
 
 
 # ---------------------------------------------------------------------------------------------------------- producer
@@ -427,43 +251,6 @@ def add_dq(dq, DQ_ACC, chunk, yes, COLS: gl.constexpr, DQ_LAYOUT: gl.constexpr, 
         gl.inline_asm_elementwise(RED_V4, RED_V4_OPERANDS, [dq, address], dtype=gl.int8, is_pure=False, pack=32)
 
 
-# ------------------------------------------------------------------------------------------------- order of additions
-@gluon.jit
-def semaphore_of(DQ_SEMAPHORE, block, WG: gl.constexpr):
-    """Address of the semaphore of each thread's warp for this warpgroup's half of a block's dQ, and the thread's number."""
-    thread = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    return DQ_SEMAPHORE.to(gl.int64) + (block.to(gl.int64) * 32 + (WG * 16 + (thread >> 5) * 4).to(gl.int64)), thread
-
-
-@gluon.jit
-def read_semaphore(DQ_SEMAPHORE, block, WG: gl.constexpr):
-    """Its value, for :func:`await_semaphore`: asked for early, because it takes its time."""
-    address, _thread = semaphore_of(DQ_SEMAPHORE, block, WG)
-    return gl.inline_asm_elementwise(READ_SEMAPHORE, "=r,l", [address], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def await_semaphore(DQ_SEMAPHORE, block, value, early, WG: gl.constexpr):
-    """Wait until it is ``value``; ``early`` is what it was before.
-
-    Where that will do, nothing acquires: only reductions follow, and they leave after the value has come.
-    """
-    address, thread = semaphore_of(DQ_SEMAPHORE, block, WG)
-    gl.inline_asm_elementwise(
-        AWAIT_SEMAPHORE, "=r,l,r,r", [address, thread * 0 + value, early], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def pass_semaphore(DQ_SEMAPHORE, block, value, WG: gl.constexpr):
-    """Set it to ``value`` when this warp's additions have been performed; no block yet is -1."""
-    address, thread = semaphore_of(DQ_SEMAPHORE, block, WG)
-    first = ((thread & 31) == 0) & (block >= 0)
-    gl.inline_asm_elementwise(
-        PASS_SEMAPHORE, "=r,l,r,r", [address, thread * 0 + value, first.to(gl.int32)], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
 @gluon.jit
 def store_dq(x, DQ, stride, z, h, m, Nq, scale, WG: gl.constexpr, DQ_LAYOUT: gl.constexpr, C: gl.constexpr):
     """This warpgroup's [64, 64] half of the m-th block's dQ, scaled, to its place in memory."""
@@ -522,21 +309,19 @@ def clear_foreign_queries(tiles, bars, q_stage, do_stage, do_phase, valid, WG: g
 
 @gluon.jit
 def step(
-    dk, dv, count, before, at, h, slope, block0, t, seen, sizes, unit_log2, variant, args, DQ_ACC, DQ_SEMAPHORE, tiles, bars,
+    dk, dv, count, at, h, slope, block0, t, seen, sizes, unit_log2, variant, args, DQ_ACC, tiles, bars,
     WG: gl.constexpr, MASK: gl.constexpr, S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, DQ_LAYOUT: gl.constexpr,
     C: gl.constexpr,
 ):  # fmt: skip
     """BLOCK_M query rows of a head: dK, dV of this warpgroup's keys, and this warpgroup's half of the rows' dQ.
 
-    Blocks from ``seen`` on have met an earlier key tile of this thread block; ``before`` is the last step's block, -1 if
-    there was none. With ``C.late_dk`` a step's dK += dS^T Q is issued in the next step, under whose exp2 it runs; dS^T waits in
-    shared memory. With ``C.early_statistics`` LSE and delta are in registers before the products that they are needed after:
-    beside a wgmma, loads from shared memory take hundreds of clocks. With ``C.ordered`` block ``before`` is handed on, always
-    before this one is waited for.
+    Blocks from ``seen`` on have met an earlier key tile of this thread block. With ``C.late_dk`` a step's dK += dS^T Q is
+    issued in the next step, under whose exp2 it runs; dS^T waits in shared memory. With ``C.early_statistics`` LSE and delta
+    are in registers before the products that they are needed after: beside a wgmma, loads from shared memory take hundreds of
+    clocks.
     """
     BLOCK_M: gl.constexpr = C.block_m
     h, m, block = place_of(at, h, block0, t, sizes, C)
-    tile_n = t.start_n // C.block_n
     dtype: gl.constexpr = tiles.k.dtype
     q_stage, q_phase = ring(count, C.q_stages)
     do_stage, do_phase = ring(count, C.do_stages)
@@ -606,21 +391,20 @@ def step(
     if not C.early_dv:
         dv = warpgroup_mma(p16, do, dv, is_async=True)
     if C.dq:
-        if C.ordered:
-            early = read_semaphore(DQ_SEMAPHORE, block, WG)
         mbarrier.wait(bars.ds_full.index(buffer), ds_phase)
         dq = issue_dq(tiles, buffer, zero, WG, DQ_LAYOUT, C)
         if not C.dk_last:
             dk = warpgroup_mma(ds16, q, dk, is_async=True)
-        if C.ordered:  # the additions are a step old, and the fence finds nothing to wait for
-            pass_semaphore(DQ_SEMAPHORE, before, tile_n + 1, WG)
         dv, dq = warpgroup_mma_wait(0 if C.dk_last else 1, deps=(dv, dq))
         mbarrier.arrive(bars.do_empty.index(do_stage), count=1)
         # A branch again, on a barrier that cannot advance before this warpgroup does: the additions stay above the wait.
-        mbarrier.wait(bars.ds_full.index(buffer), ds_phase)
         if C.ordered:
-            await_semaphore(DQ_SEMAPHORE, block, gl.where(m < t.before_hi, tile_n, 0), early, WG)
+            mbarrier.wait(bars.turn.index(buffer), ds_phase)
+        else:
+            mbarrier.wait(bars.ds_full.index(buffer), ds_phase)
         add_dq(dq, DQ_ACC, block * 2 + WG, m < seen, HALF, DQ_LAYOUT, C)
+        if C.ordered:
+            mbarrier.arrive(bars.added.index(buffer), count=1)
         if C.dk_last:
             dk = warpgroup_mma(ds16, q, dk, is_async=True)
     elif not C.late_dk:
@@ -689,7 +473,7 @@ def store_share(x, SHARES, t, row, FIRST: gl.constexpr, sizes, COLS: gl.constexp
 
 @gluon.jit
 def consumer(
-    dk_desc, dv_desc, DK, DV, stride_dk, stride_dv, DQ, stride_dq, DQ_SEMAPHORE, DQ_ACC, first, CU_Q, CU_K, USED_K, unit_log2,
+    dk_desc, dv_desc, DK, DV, stride_dk, stride_dv, DQ, stride_dq, DQ_ACC, first, CU_Q, CU_K, USED_K, unit_log2,
     softmax_scale, sizes, variant, args, tiles, bars, WG: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup WG: keys start_n + 64 WG and the 63 that follow."""
@@ -697,10 +481,7 @@ def consumer(
     KV_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.d, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, KV_LAYOUT, 2)
     DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
-    FIRST_EDGE: gl.constexpr = C.edge_hi if C.descending else C.edge_lo
-    LAST_EDGE: gl.constexpr = C.edge_lo if C.descending else C.edge_hi
     count = 0
-    before = gl.program_id(0) * 0 - 1  # block of the last step; none yet
     seen = sizes.q_blocks
     if C.late_dk:
         tiles.ds.index(2 + WG).store(gl.zeros([HALF, C.block_m], tiles.k.dtype, S_LAYOUT))
@@ -724,25 +505,20 @@ def consumer(
             h = t.hk * sizes.group + g
             slope = variant.slope(t.z, h, args.alibi)
             block0 = first_query_block(t.z, h, t.q_row0, sizes, C)
-            if FIRST_EDGE:
+            if C.edge_lo:
                 for at in range(t.lo * heads, t.free_lo * heads):
-                    dk, dv = step(dk, dv, count, before, at, h, slope, block0, t, seen, sizes, unit_log2, variant, args, DQ_ACC,
-                                  DQ_SEMAPHORE, tiles, bars, WG, True, S_LAYOUT, P_LAYOUT, DQ_LAYOUT, C)  # fmt: skip
+                    dk, dv = step(dk, dv, count, at, h, slope, block0, t, seen, sizes, unit_log2, variant, args, DQ_ACC,
+                                  tiles, bars, WG, True, S_LAYOUT, P_LAYOUT, DQ_LAYOUT, C)  # fmt: skip
                     count += 1
-                    _h, _m, before = place_of(at, h, block0, t, sizes, C)
             for at in range(gl.maximum(t.lo, t.free_lo) * heads, t.free_hi * heads):
-                dk, dv = step(dk, dv, count, before, at, h, slope, block0, t, seen, sizes, unit_log2, variant, args, DQ_ACC,
-                              DQ_SEMAPHORE, tiles, bars, WG, False, S_LAYOUT, P_LAYOUT, DQ_LAYOUT, C)  # fmt: skip
+                dk, dv = step(dk, dv, count, at, h, slope, block0, t, seen, sizes, unit_log2, variant, args, DQ_ACC,
+                              tiles, bars, WG, False, S_LAYOUT, P_LAYOUT, DQ_LAYOUT, C)  # fmt: skip
                 count += 1
-                _h, _m, before = place_of(at, h, block0, t, sizes, C)
-            if LAST_EDGE:
+            if C.edge_hi:
                 for at in range(t.free_hi * heads, t.hi * heads):
-                    dk, dv = step(dk, dv, count, before, at, h, slope, block0, t, seen, sizes, unit_log2, variant, args, DQ_ACC,
-                                  DQ_SEMAPHORE, tiles, bars, WG, True, S_LAYOUT, P_LAYOUT, DQ_LAYOUT, C)  # fmt: skip
+                    dk, dv = step(dk, dv, count, at, h, slope, block0, t, seen, sizes, unit_log2, variant, args, DQ_ACC,
+                                  tiles, bars, WG, True, S_LAYOUT, P_LAYOUT, DQ_LAYOUT, C)  # fmt: skip
                     count += 1
-                    _h, _m, before = place_of(at, h, block0, t, sizes, C)
-        if C.ordered:
-            pass_semaphore(DQ_SEMAPHORE, before, t.start_n // C.block_n + 1, WG)
         if C.late_dk:
             if count > 0:
                 stage, _phase = ring(count - 1, C.q_stages)
@@ -793,7 +569,7 @@ def attn_bwd_hopper(
     ``DK``, ``DV``: with ``C.packed`` the gradients; with ``C.group_split > 1`` the shares' fp32 ones (:func:`store_share`).
     ``lse_desc``, ``delta_desc``: fp32, blocks of BLOCK_M rows as :func:`first_block` numbers them, LSE in base 2 and +inf on
     rows that are not there. ``DQ_ACC``: fp32, BLOCK_M * D per block, zeros unless ``C.whole_head``, which alone fills ``DQ``.
-    ``DQ_SEMAPHORE``: with ``C.ordered``, 8 int32 per block, zeros. With ``C.prepares``: O as dO's descriptor has dO, the
+    ``DQ_SEMAPHORE``: with ``C.ordered``, an int32 per block, zeros. With ``C.prepares``: O as dO's descriptor has dO, the
     :class:`.backward_prepare.Rows`, the number of blocks prepared before, and how many ``each`` thread block prepares. With
     ``C.converts``: DQ_ACC once more in units (:mod:`.backward_convert`), dQ as Q's descriptor has Q, and a ``Piece``.
     """
@@ -824,10 +600,13 @@ def attn_bwd_hopper(
         barriers(C.do_stages, 1),
         barriers(C.do_stages, 2),
         barriers(2, 2) if C.dq else None,
+        barriers(2, 1) if C.ordered else None,
+        barriers(2, 2) if C.ordered else None,
     )
     fence_async_shared()
     sizes = Sizes(heads, group, Nq, Nk, blocks, batch_heads, head_group, q_blocks)
-    if C.prepares:  # the partitions stand here twice: the language takes no list that was put together
+    slots, sums = Slots(None, None, None, None, None), Sums(None, None, None, None)
+    if C.prepares:
         SLOTS: gl.constexpr = C.block_n // C.block_m
         o = gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, C.block_m, C.d], o_desc.layout)
         later_do = gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, C.block_m, C.d], do_desc.layout)
@@ -837,26 +616,16 @@ def attn_bwd_hopper(
         if C.converts:
             units = reinterpret(later_do, gl.float32, [C.block_n * C.d // 2048, 8, 1, 4, 32], acc_desc.layout)
             sums = Sums(units, reinterpret(o, dtype, [SLOTS * 8, 16, 64], PANEL), o, barriers(2, 1))
-        else:
-            sums = Sums(None, None, None, None)
-        piece = Piece(first, convert_begin, convert_end, convert_each)
         fence_async_shared()
-        gl.warp_specialize([
-            (consumer, (dk_desc, dv_desc, DK, DV, stride_dk, stride_dv, DQ, stride_dq, DQ_SEMAPHORE, DQ_ACC, first, CU_Q, CU_K,
-                        USED_K, unit_log2, softmax_scale, sizes, variant, args, tiles, bars, 0, C)),
-            (consumer, (dk_desc, dv_desc, DK, DV, stride_dk, stride_dv, DQ, stride_dq, DQ_SEMAPHORE, DQ_ACC, first, CU_Q, CU_K,
-                        USED_K, unit_log2, softmax_scale, sizes, variant, args, tiles, bars, 1, C)),
-            (producer, (q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, rows, prepared, first, CU_Q, CU_K, USED_K,
-                        unit_log2, sizes, variant, args, tiles, bars, C)),
-            (work_for_others, (o_desc, do_desc, rows, DQ_ACC, prepared, each, acc_desc, dq_desc, piece, softmax_scale, slots,
-                               sums, bars.k_full, sizes, C)),
-        ], [4, 1, 2], [C.consumer_regs, C.producer_regs, C.producer_regs])  # fmt: skip
-    else:
-        gl.warp_specialize([
-            (consumer, (dk_desc, dv_desc, DK, DV, stride_dk, stride_dv, DQ, stride_dq, DQ_SEMAPHORE, DQ_ACC, first, CU_Q, CU_K,
-                        USED_K, unit_log2, softmax_scale, sizes, variant, args, tiles, bars, 0, C)),
-            (consumer, (dk_desc, dv_desc, DK, DV, stride_dk, stride_dv, DQ, stride_dq, DQ_SEMAPHORE, DQ_ACC, first, CU_Q, CU_K,
-                        USED_K, unit_log2, softmax_scale, sizes, variant, args, tiles, bars, 1, C)),
-            (producer, (q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, rows, prepared, first, CU_Q, CU_K, USED_K,
-                        unit_log2, sizes, variant, args, tiles, bars, C)),
-        ], [4, 1], [C.consumer_regs, C.producer_regs])  # fmt: skip
+    piece = Piece(first, convert_begin, convert_end, convert_each)
+    gl.warp_specialize([
+        (consumer, (dk_desc, dv_desc, DK, DV, stride_dk, stride_dv, DQ, stride_dq, DQ_ACC, first, CU_Q, CU_K, USED_K,
+                    unit_log2, softmax_scale, sizes, variant, args, tiles, bars, 0, C)),
+        (consumer, (dk_desc, dv_desc, DK, DV, stride_dk, stride_dv, DQ, stride_dq, DQ_ACC, first, CU_Q, CU_K, USED_K,
+                    unit_log2, softmax_scale, sizes, variant, args, tiles, bars, 1, C)),
+        (producer, (q_desc, do_desc, k_desc, v_desc, lse_desc, delta_desc, rows, prepared, first, CU_Q, CU_K, USED_K,
+                    unit_log2, sizes, variant, args, tiles, bars, C)),
+        (work_for_others, (o_desc, do_desc, rows, DQ_ACC, prepared, each, acc_desc, dq_desc, piece, softmax_scale, slots, sums,
+                           bars.k_full, sizes, C)),
+        (keep_order, (DQ_SEMAPHORE, first, CU_Q, CU_K, USED_K, unit_log2, sizes, variant, args, bars.turn, bars.added, C)),
+    ], [4, 1, 2, 1], [C.consumer_regs, C.producer_regs, C.producer_regs, C.producer_regs])  # fmt: skip

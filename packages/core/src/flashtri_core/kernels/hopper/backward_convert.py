@@ -59,7 +59,8 @@ def work_for_others(
     if C.converts:
         tell(LET_NEXT_START)
         pid += piece.first
-    prepare_rows(o_desc, do_desc, rows, DQ_ACC, prepared, each, pid, slots, k_full, sizes, C)
+    if C.prepares:
+        prepare_rows(o_desc, do_desc, rows, DQ_ACC, prepared, each, pid, slots, k_full, sizes, C)
     if C.converts:
         tell(AWAIT_LAUNCH_BEFORE)  # in every thread block, so that an ended launch means that all before it have
         convert_rows(acc_desc, dq_desc, piece, softmax_scale, sums, sizes, C)

@@ -2,8 +2,8 @@
 
 Both are plain Triton and bound by memory bandwidth; they leave most of their work to the fused kernel where that can do it
 in passing (:mod:`.backward_prepare`, :mod:`.backward_convert`). Rows come in blocks, numbered as the fused kernel numbers them
-(:func:`.backward.first_block`). The last are taken first: the fused kernel begins with the first and ends with the last, and
-what was touched last is found in L2.
+(:func:`.backward_walk.first_block`). The last are taken first: the fused kernel begins with the first and ends with the last,
+and what was touched last is found in L2.
 """
 
 from __future__ import annotations
@@ -90,11 +90,11 @@ def keep_statistics(
 
 @triton.jit(do_not_specialize=["heads", "Nq", "q_blocks", "seqs", "prepared", "stat_blocks"])
 def attn_bwd_before_kernel(
-    O, DO, LSE, DLSE, LSE_LOG2, DELTA, DELTA_ROWS, DQ_ACC, SEMAPHORE, CU_Q, ALIBI, unit_log2, stride_o, stride_do,
+    O, DO, LSE, DLSE, LSE_LOG2, DELTA, DELTA_ROWS, DQ_ACC, SEMAPHORES, COUNTERS, CU_Q, ALIBI, unit_log2, stride_o, stride_do,
     stride_lse, stride_dlse, heads, Nq, q_blocks, seqs, prepared, stat_blocks, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, SEMAPHORES: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """delta = rowsum(dO * O) - dLSE and LSE * log2(e), padded to whole blocks; DQ_ACC = SEMAPHORE = 0.
+    """delta = rowsum(dO * O) - dLSE and LSE * log2(e), padded to whole blocks; DQ_ACC = SEMAPHORES = COUNTERS = 0.
 
     Programs: one per block before ``prepared``, and one for every WIDE blocks of the rest, whose delta is -dLSE only and whose
     DQ_ACC is left alone (:mod:`.backward_prepare`).
@@ -116,8 +116,10 @@ def attn_bwd_before_kernel(
             LSE, DLSE, LSE_LOG2, DELTA, DELTA_ROWS, ALIBI, unit_log2, stride_lse, stride_dlse, z_of, z_of, zh % heads, row,
             in_block, first.to(tl.int64) * BLOCK_M + offs, inside & (row < Nq), inside, tl.zeros([WIDE * BLOCK_M], tl.float32),
         )  # fmt: skip
-        if SEMAPHORE is not None:
-            tl.store(SEMAPHORE + block, 0.0, mask=inside & (in_block == 0))
+        if SEMAPHORES is not None:
+            tl.store(SEMAPHORES + block, 0.0, mask=inside & (in_block == 0))
+        if COUNTERS is not None:
+            tl.store(COUNTERS + block, 0.0, mask=inside & (in_block == 0))
     else:
         number = heads_inner(program, heads, q_blocks, CU_Q)
         z, seq, h, row0, start, rows = block_of(number, heads, Nq, q_blocks, seqs, CU_Q, BLOCK_M)
@@ -141,8 +143,10 @@ def attn_bwd_before_kernel(
         if DQ_ACC is not None:
             zeros = DQ_ACC + pid * (BLOCK_M * BLOCK_D) + tl.arange(0, BLOCK_M * BLOCK_D)
             tl.store(zeros, tl.zeros([BLOCK_M * BLOCK_D], tl.float32))
-        if SEMAPHORE is not None:  # of a block: one per warp of both warpgroups, or one
-            tl.store(SEMAPHORE + pid * SEMAPHORES + tl.arange(0, SEMAPHORES), tl.zeros([SEMAPHORES], tl.float32))
+        if SEMAPHORES is not None:
+            tl.store(SEMAPHORES + pid, 0.0)
+        if COUNTERS is not None:
+            tl.store(COUNTERS + pid, 0.0)
         keep_statistics(
             LSE, DLSE, LSE_LOG2, DELTA, DELTA_ROWS, ALIBI, unit_log2, stride_lse, stride_dlse, z, seq, h, row0 + offs_m, offs_m,
             pid * BLOCK_M + offs_m, seen, True, tl.sum(products, 1),

@@ -4,7 +4,7 @@ That pass (:mod:`.backward_ends`) reads O and dO for delta and zeroes dQ's accum
 while the main kernel leaves the memory idle. With ``C.prepares`` it does so for the first blocks of rows only, those of the
 heads that run first, and every thread block of the main kernel, by two warps of their own, for ``each`` further ones: thread
 block p for those from prepared + p * each on. Blocks are numbered head by head, as thread blocks take the heads
-(:func:`.backward.first_block`).
+(:func:`.backward_walk.first_block`).
 
 ``READY`` has an integer per key head, which counts the warps that are done with a block of it. A producer lets no delta
 through, and so nothing be added to dQ, until all are (:func:`await_rows`). Those blocks belong to thread blocks launched

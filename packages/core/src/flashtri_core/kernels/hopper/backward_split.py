@@ -30,8 +30,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..schedule import dense_tile, packed_tile, span_of
-from .backward import CLEARED, HALF, first_block, ring, store_rows
+from .backward import CLEARED, HALF, store_rows
 from .backward_ends import is_gentle
+from .backward_walk import first_block, ring
 from .common import (
     ANY,
     OR_ZERO,

@@ -30,21 +30,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .backward import (
-    CLEARED,
-    HALF,
-    Bars,
-    Sizes,
-    add_dq,
-    first_query_block,
-    locate,
-    only_used,
-    opaque_zero,
-    reinterpret,
-    ring,
-    store_rows,
-    store_share,
-)
+from .backward import CLEARED, HALF, Bars, add_dq, only_used, opaque_zero, reinterpret, store_rows, store_share
+from .backward_walk import Sizes, first_query_block, locate, ring
 from .common import ANY, OR_ZERO, biased_lse, biased_scores, named_barrier_wait, select, tma_load
 from .forward import barriers, clear_rows, tile_pair
 
@@ -382,6 +369,8 @@ def attn_bwd_wide_hopper(
         barriers(C.do_stages, 1),
         barriers(C.do_stages, 1),
         barriers(2, 1),
+        None,
+        None,
     )
     fence_async_shared()
     sizes = Sizes(heads, group, Nq, Nk, blocks, batch_heads, head_group, q_blocks)

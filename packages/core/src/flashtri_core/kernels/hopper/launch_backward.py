@@ -36,8 +36,8 @@ class BackwardConfig:
     early_statistics: bool = False  # LSE and delta are read before the products that they are needed after: more registers
     dq: bool = True  # add dQ to the accumulator; False leaves it to the dQ kernel
     group_split: int = 1  # thread blocks that share the query heads of a key head; see group_split()
-    l2_bytes: int = 0  # of the heads that run side by side under a mask, or ordered; 0: l2_bytes_of()
-    ordered: bool = False  # key tiles add to dQ in ascending order, which makes dQ deterministic
+    l2_bytes: int = 0  # of the heads that run side by side under a mask; 0: l2_bytes_of()
+    ordered: bool = False  # key tiles add to dQ in a fixed order, which makes it deterministic
     prepares: bool = False  # thread blocks do most of the pass before, for later ones
     converts: bool = False  # and, launched in pieces, most of the pass after, for the piece before; only with prepares
     whole_head: bool = False  # one thread block takes all key tiles of a head: no zeroing, a fixed order, no conversion pass
@@ -55,7 +55,8 @@ class BackwardConfig:
     edge_hi: bool = False
     past_end: bool = True  # as in ForwardConfig
     linear_bias: bool = True  # as in ForwardConfig
-    descending: bool = False  # walk from the last block of rows to the first
+    rotation: int = 0  # ordered, no mask: key tiles of a head that walk in rotation, at most
+    both_ways: bool = False  # ordered, causal: the key tiles of the last heads walk from the last rows to the first
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ def tiles(problem: Problem, deterministic: bool, multiprocessors: int) -> Backwa
         heads = problem.batch * problem.heads_k
         waves = -(-heads // multiprocessors)
         full = waves >= 2 and heads >= 0.9 * waves * multiprocessors
-        if full and max(rows, problem.seqlen_k) <= (1024 if deterministic else 512 if problem.causal else 256):
+        if full and max(rows, problem.seqlen_k) <= (512 if deterministic or problem.causal else 256):
             return whole_head(problem)
     chosen = deterministic_tiles(problem) if deterministic and width(problem) <= 128 else fused_tiles(problem)
     return shared(chosen, problem, multiprocessors)
@@ -159,21 +160,19 @@ def fused_tiles(problem: Problem) -> BackwardConfig:
 
 
 def deterministic_tiles(problem: Problem) -> BackwardConfig:
-    """Up to D = 128: additions in order where rows are long, and split kernels elsewhere, as measured."""
-    rows = min(problem.seqlen_q, problem.seqlen_k)
-    plain = set(problem.features) <= {"causal", "sink"}
-    if plain and rows >= (4096 if width(problem) == 64 else 8192 if problem.causal else 1 << 31):
-        return ordered_tiles(problem)
-    return split_tiles(problem)
+    """Up to D = 128: dQ's additions in order, but split kernels where all tiles of a head would begin with the same rows."""
+    lengths_differ = problem.varlen or problem.seqused
+    return split_tiles(problem) if problem.mask_kind == "full" and lengths_differ else ordered_tiles(problem)
 
 
 def ordered_tiles(problem: Problem) -> BackwardConfig:
     """:func:`fused_tiles` with dQ's additions in a fixed order, where they add up dQ.
 
-    The more heads side by side, the less a head's tiles, which begin together, wait for one another.
+    Nothing is converted for the launch before where tiles differ in length: the shortest would wait for its longest to end.
     """
     config = fused_tiles(problem)
-    return replace(config, ordered=config.dq, prepares=False, dk_last=False, early_statistics=False, l2_bytes=128 << 20)
+    full = problem.mask_kind == "full"
+    return replace(config, ordered=config.dq, converts=config.converts and full, early_statistics=False)
 
 
 def split_tiles(problem: Problem) -> BackwardConfig:
@@ -223,16 +222,16 @@ def specialise(config: BackwardConfig, problem: Problem) -> BackwardConfig:
         raise ValueError("whole_head: only with dQ, which no other kernel computes then")
     if config.dk_last and (not config.dq or width(problem) > 128):
         raise ValueError("dk_last: only in the kernel for all three gradients of heads up to 128")
-    if config.ordered and (not config.dq or config.whole_head or config.dk_last or width(problem) > 128):
-        raise ValueError("ordered: only with dQ and heads up to 128, and not with whole_head or dk_last")
+    if config.ordered and (not config.dq or config.whole_head or width(problem) > 128):
+        raise ValueError("ordered: only with dQ and heads up to 128, and not with whole_head")
     if config.do_stages > 2 and width(problem) > 128:  # dO's stages guard two buffers of P and dS there
         raise ValueError(f"do_stages: at most 2 for heads wider than 128, got {config.do_stages}")
     if config.late_dk and config.early_dv:
         raise ValueError("late_dk: not with early_dv, with which the ptxas of Triton 3.6 crashes")
     if config.late_dk and config.dq:
         raise ValueError("late_dk: only without dQ, whose product needs the same dS")
-    if config.prepares and (not config.dq or config.whole_head or config.ordered or problem.varlen or width(problem) > 128):
-        raise ValueError("prepares: only dense, with dQ and heads up to 128, and not with whole_head or ordered")
+    if config.prepares and (not config.dq or config.whole_head or problem.varlen or width(problem) > 128):
+        raise ValueError("prepares: only dense, with dQ and heads up to 128, and not with whole_head")
     mask = MASKS[problem.mask_kind]
     ragged = problem.varlen or problem.seqused or problem.seqlen_k % config.block_n != 0
     return replace(
@@ -249,7 +248,7 @@ def specialise(config: BackwardConfig, problem: Problem) -> BackwardConfig:
         edge_hi=mask.Q_RIGHT_EDGE,
         past_end=problem.mask_kind == "full" or problem.window[1] > 0,
         linear_bias=config.linear_bias and launch_forward.linear_bias(problem),
-        descending=config.ordered and problem.mask_kind != "full",
+        both_ways=config.ordered and problem.mask_kind == "causal" and not problem.varlen and not problem.seqused,
     )
 
 
@@ -327,7 +326,7 @@ class Plan:
     key_programs: int  # of the conversion pass for dK, and as many for dV
     dq_grid: int
     dq_sizes: tuple[int, ...]
-    workspace: tuple[int, ...]  # floats of the parts of :class:`Workspace`, each but the last a multiple of 256 bytes
+    workspace: tuple[int, ...]  # floats of the parts of :class:`Workspace`, all but the last two multiples of 256 bytes
 
 
 def _tiling(problem: Problem, heads: int, rows: int, total: int, block: int) -> tuple[int, int, int]:
@@ -353,13 +352,15 @@ def plan(
 ) -> Plan:
     """Grids and sizes; None means the shipped choice."""
     full = specialise(config or tiles(problem, deterministic, multiprocessors), problem)
+    if full.ordered and problem.mask_kind == "full" and not problem.varlen and not problem.seqused:
+        full = replace(full, rotation=max(1, multiprocessors // 2))  # half of them, so that two such kernels run side by side
     dq_config = specialise_dq(problem, full.block_m, full.linear_bias)
     heads, heads_k, group = problem.heads_q, problem.heads_k, problem.heads_q // problem.heads_k
     q_blocks, _second, stat_blocks = _tiling(problem, heads, problem.seqlen_q, problem.total_q, full.block_m)
     row_bytes = 4 * (problem.head_dim + problem.head_dim_v)
 
     def together(pairs: int, rows: int) -> int:
-        if problem.mask_kind == "full" and not problem.varlen and not full.ordered:
+        if problem.mask_kind == "full" and not problem.varlen:
             return 1
         groups = -(-pairs // max(1, (full.l2_bytes or l2_bytes_of(problem)) // max(1, rows * row_bytes)))
         return -(-pairs // groups)  # equal groups: a small last one is a tail
@@ -371,6 +372,10 @@ def plan(
     if full.whole_head:
         grid = second
     side = together(shares if problem.varlen else second, walked * problem.seqlen_q)
+    if full.rotation:  # one rotation of each
+        side = min(second, multiprocessors // rotation_of(blocks, q_blocks, full.rotation))
+    if full.both_ways:  # a wave
+        side = min(second, max(2, -(-multiprocessors // blocks)))
     sizes = (shares, walked, problem.seqlen_q, problem.seqlen_k, blocks, second, side, q_blocks)
     blocks, second, dq_grid = _tiling(problem, heads, problem.seqlen_q, problem.total_q, dq_config.block_m)
     side = together(heads if problem.varlen else second, problem.seqlen_k)
@@ -382,12 +387,18 @@ def plan(
     before_grid = prepared + -(-(stat_blocks - prepared) // (WIDE_ROWS // full.block_m))
     pieces = pieces_of(full, problem, sizes, grid, multiprocessors)
     full = replace(full, converts=len(pieces) > 1)
-    semaphores = 8 * stat_blocks if full.ordered else stat_blocks if full.prepares else 0
-    workspace = stat, stat, stat * full.d if full.dq else 0, keys * full.d, keys * full.d, semaphores
+    semaphores, counters = (stat_blocks if yes else 0 for yes in (full.ordered, full.prepares))
+    workspace = stat, stat, stat * full.d if full.dq else 0, keys * full.d, keys * full.d, semaphores, counters
     return Plan(
         full, Constants(full), dq_config, Constants(dq_config), q_blocks, stat_blocks, grid, sizes, share_blocks,
         prepared, each, before_grid, pieces, pieces[-1][1].end, key_programs, dq_grid, dq_sizes, workspace,
     )  # fmt: skip
+
+
+def rotation_of(tiles: int, blocks: int, most: int) -> int:
+    """:func:`.backward_walk.rotation_of`."""
+    most = min(most, max(blocks // 2, 1))
+    return -(-tiles // -(-tiles // most))
 
 
 def prepared_first(
@@ -401,14 +412,16 @@ def prepared_first(
     """
     if not config.prepares:
         return blocks, 0
-    _heads, group, _nq, _nk, tiles, _units, side, q_blocks = sizes
+    _heads, group, _nq, _nk, tiles, units, side, q_blocks = sizes
     each = min(-(-blocks // grid), config.block_n // config.block_m)
+    alone = units - side if config.both_ways else 0  # heads that run one after another, before those side by side
+    side = 1 if alone else side
     rows, launched = side * group * q_blocks, side * tiles  # of the heads side by side: blocks and thread blocks
-    last, ahead = -(-blocks // rows) - 1, multiprocessors // launched
+    last, ahead = (alone or -(-blocks // rows)) - 1, multiprocessors // launched
     # heads side by side by number; in between, what they need grows or falls evenly, and the last are perhaps fewer
     numbers = {min(last, n) for n in (0, ahead, ahead + 1, max(0, last - 1), last)}
-    least = (min((n + 1) * rows, blocks) - each * max(0, n * launched - multiprocessors) for n in numbers)
-    return min(blocks, max(least)), each
+    needs = [(min((n + 1) * rows, blocks), n * launched) for n in numbers] + [(blocks, alone * tiles)] * bool(alone)
+    return min(blocks, max(rows - each * max(0, start - multiprocessors) for rows, start in needs)), each
 
 
 def pieces_of(
@@ -443,7 +456,8 @@ class Workspace(NamedTuple):
     acc: Tensor | None  # of dQ
     dk_shares: Tensor | None
     dv_shares: Tensor | None
-    semaphores: Tensor | None  # of dQ's order, or counters of prepared blocks; the bits of int32
+    semaphores: Tensor | None  # of dQ's order; the bits of int32
+    counters: Tensor | None  # of prepared blocks; the bits of int32
 
 
 def workspace(p: Plan, memory: Tensor) -> Workspace:
@@ -470,10 +484,10 @@ def before_arguments(
     dlse_strides = () if dlse is None else (0, *dlse.stride()) if dlse.dim() == 2 else dlse.stride()
     _variant, args, unit_log2 = assemble(problem, extras)
     return (
-        out, do, lse, dlse, work.lse_log2, work.delta, delta_rows, zeroed, work.semaphores, extras.cu_seqlens_q,
+        out, do, lse, dlse, work.lse_log2, work.delta, delta_rows, zeroed, work.semaphores, work.counters, extras.cu_seqlens_q,
         args.alibi if p.config.linear_bias else None, unit_log2, _strides(out), _strides(do), _lse_strides(lse), dlse_strides,
         problem.heads_q, problem.seqlen_q, p.q_blocks, problem.batch, p.prepared, p.stat_blocks, problem.head_dim_v,
-        p.config.d, p.config.block_m, 8 if p.config.ordered else 1, WIDE_ROWS // p.config.block_m,
+        p.config.d, p.config.block_m, WIDE_ROWS // p.config.block_m,
     )  # fmt: skip
 
 
@@ -526,7 +540,7 @@ def fused_arguments(
     own: tuple[Any, ...] = ()
     if c.d <= 128:
         own = (dq, _strides(dq)) if dq is not None and c.whole_head else (None, ())
-        own += (work.semaphores if c.ordered else None, work.acc)
+        own += (work.semaphores, work.acc)
         of_rows = (Block(out, *four_axes(out), (1, 1, c.block_m, c.d)), rows, p.prepared, p.each)
         own += of_rows if c.prepares else (None, None, 0, 0)
         own += (sums_block(work.acc), Block(dq, *four_axes(dq), (1, 1, c.block_m, c.d))) if c.converts else (None, None)
@@ -569,7 +583,7 @@ def jobs(
         main = attn_bwd_hopper
         if p.config.d > 128:
             from .backward_wide import attn_bwd_wide_hopper as main
-        rows = Rows(work.semaphores, work.delta, None if dlse is None else work.delta, delta_rows)
+        rows = Rows(work.counters, work.delta, None if dlse is None else work.delta, delta_rows)
         for grid, piece in p.pieces:
             arguments = fused_arguments(p, problem, do, q, k, v, work, dq, dk, dv, extras, out, rows, piece)
             found.append((main, grid, arguments))

@@ -25,15 +25,12 @@ _WORD = re.compile(r"cvt\.rn\.(b?f16)x2\.f32 \$0, \$2, \$1")
 _HALVES = "mov.b32 {$0, $1}, $2"
 _SAME = "mov.b32 $0, $1"
 _IF_ANY = "{ .reg .pred p; setp.ge.s32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff; selp.b32 $0, $1, 0, p"
+_AWAIT = (
+    ".reg .pred p; .reg .b32 x; again_${:uid}: ld.acquire.gpu.global.b32 x, [$1]; setp.ne.s32 p, x, $2; "
+    "vote.sync.any.pred p, p, 0xffffffff; @p bra.uni again_${:uid}; mov.b32 $0, x"
+)
 _READ = "ld.relaxed.gpu.global.b32 $0, [$1]"
-_AWAIT = (  # an early value in $3, then polling
-    ".reg .pred p; .reg .b32 x; mov.b32 x, $3; bra.uni test_${:uid}; again_${:uid}: ld.acquire.gpu.global.b32 x, [$1]; "
-    "test_${:uid}: setp.ne.s32 p, x, $2; vote.sync.any.pred p, p, 0xffffffff; @p bra.uni again_${:uid}; mov.b32 $0, x"
-)
-_PASS = (
-    ".reg .pred p; setp.ne.s32 p, $3, 0; fence.acq_rel.gpu; bar.warp.sync 0xffffffff; @p st.relaxed.gpu.global.b32 [$1], $2; "
-    "mov.b32 $0, 0"
-)
+_PASS = ".reg .pred p; setp.ne.s32 p, $3, 0; fence.acq_rel.gpu; @p st.relaxed.gpu.global.b32 [$1], $2; mov.b32 $0, 0"
 _COUNT = (
     ".reg .pred p; setp.ne.s32 p, $2, 0; fence.proxy.async.global; fence.acq_rel.gpu; bar.warp.sync 0xffffffff; "
     "@p red.relaxed.gpu.global.add.s32 [$1], 1; mov.b32 $0, 0"
@@ -154,8 +151,9 @@ def semaphore(text: str, addresses: Any, value: Any = None, last: Any = None) ->
     writers = {_PASS: last, _COUNT: value}.get(text)
     memory, at = integers(addresses if writers is None else addresses[writers != 0])
     if text in (_AWAIT, _AWAIT_COUNT):
+        early = None if text == _AWAIT else last
         yield from pause(
-            lambda: bool(((last == value) | (memory[at] == value)).all()),
+            lambda: bool(((early == value) | (memory[at] == value)).all()),
             lambda: f"semaphores to become {value[0]}, which are {memory[at][::32]}",
         )
     elif text == _PASS:
