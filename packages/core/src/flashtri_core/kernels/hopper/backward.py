@@ -37,7 +37,9 @@ Barriers (``full``: the bytes are there; ``empty``: all readers are done)::
                        q_empty[s]  <-- dK is in registers -----------
     next tile: wait kv_empty           k[w], v[w]       <------------ dK, dV leave through them
 
-With ``C.dk_last`` dK is issued when dQ is there: the additions, whose registers dP^T needs next, leave beneath it.
+With ``C.ordered`` a consumer adds dQ between two more barriers of the warp that keeps the order: it waits for ``turn[b]`` and
+arrives at ``added[b]``. With ``C.dk_last`` dK is issued when dQ is there: the additions, whose registers dP^T needs next, leave
+beneath it.
 ``ds`` has two buffers and no ``empty`` barrier: a warpgroup that writes buffer b again has waited, one step before, for
 both warpgroups to fill the other buffer, and each of them did that after its last read of b. K's rows are read by both
 warpgroups (dQ), so ``k_done`` counts both in before dK leaves through K's buffer; V's rows are private.

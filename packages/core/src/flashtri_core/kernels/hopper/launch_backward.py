@@ -606,7 +606,8 @@ class Backward:
     Called with tensors of these layouts, it fills the gradients that are not None (dk and dv come together). The tensors
     of the first call must pass :func:`supports`. A call that wants only dQ or only dK and dV takes the split kernels;
     heads wider than 128, which have none, compute all three. Memory beyond the gradients: 8 bytes per query row
-    and 4 for every 64 or 128 of them; without split kernels 4 bytes per element of dQ; and where a group is shared out, 4 bytes
+    and 4 for every 64 or 128 of them (8 where it keeps an order and prepares rows);
+    without split kernels 4 bytes per element of dQ; and where a group is shared out, 4 bytes
     per share and element of dK and dV (all of them 1 kB per row of wide heads, up to one block per head more). Called with
     meta tensors it compiles and runs nothing. ``config`` is for tuning.
     """
