@@ -419,6 +419,41 @@ def test_thread_blocks_that_work_for_others_compile_well(sm90, d, converts, caus
         assert text.index("fence.proxy.async.global", wait) < min(at for at in copies if at > wait)
 
 
+@pytest.mark.aot
+@pytest.mark.parametrize("change", [
+    dict(window_left=1023, window_right=0), dict(window_left=500, window_right=523), dict(softcap=30.0),
+    dict(causal=True, softcap=30.0),
+], ids=str)  # fmt: skip
+def test_features_that_prepare_compile_well(sm90, change):
+    """The two warps spill; the warpgroups no more of a tile than without."""
+    tensors = dense(128, n=4096, heads=(64, 64), dtype=torch.bfloat16)
+    p = problem(*tensors, **change)
+    config = hopper.tiles(p, False, 132)
+    assert config.prepares
+    assert hopper.plan(p, False, config).config.prepares
+    assert not hopper.plan(p, True, hopper.tiles(p, True, 132)).config.prepares  # one spill more in the loops
+    _before, main, *_more = compiled(p, Extras(), tensors, False, config)
+    _before, alone, *_more = compiled(p, Extras(), tensors, False, dataclasses.replace(config, prepares=False))
+    assert_good(main, most=168, inside=40)
+    assert tile_spills(main.sass) <= max(tile_spills(alone.sass), 4)
+
+
+def test_which_features_prepare():
+    base = dataclasses.replace(problem(*dense(128, n=4096)), causal=True)
+    for change, wanted in (
+        (dict(), (True, True)),
+        (dict(softcap=1.0), (True, False)),
+        (dict(window_left=1023), (True, False)),
+        (dict(window_left=1022), (False, False)),  # tiles have too few steps
+        (dict(window_left=1023, head_dim=64, head_dim_v=64), (False, False)),
+        (dict(softcap=1.0, head_dim=64, head_dim_v=64), (False, False)),
+        (dict(seqused=True), (False, False)),
+        (dict(varlen=True), (False, False)),
+    ):
+        c = hopper.fused_tiles(dataclasses.replace(base, **change))
+        assert (c.prepares, c.converts) == wanted, change
+
+
 def tile_spills(sass):
     """How many spilled numbers the two warpgroups read, from where each begins to where its dK leaves."""
     lines = sass.splitlines()

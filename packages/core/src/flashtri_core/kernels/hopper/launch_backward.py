@@ -84,6 +84,7 @@ class DqConfig:
 
 # Of pieces_of(), measured: pieces, waves of each, and the steps that a thread block has for each block that it converts
 PIECES, PIECE_WAVES, CONVERT_STEPS = 8, 2, {64: 8, 128: 4}
+PREPARE_WINDOW = 1023  # rows of a window, its own not among them, that leave a tile of D = 128 time to prepare others
 WIDE_ROWS = 1024  # whose LSE a program of the pass before takes, where it leaves delta to the main kernel
 SHARE_ROWS, SHARE_TASKS, SHARE_L2 = 1024, 4, 16 << 20  # of group_split(): by arithmetic, which NOTES_backward.md bears out
 
@@ -152,11 +153,14 @@ def fused_tiles(problem: Problem) -> BackwardConfig:
         return BackwardConfig(block_n=64, consumer_regs=224)  # which leaves the scores 255
     if width(problem) == 64 and problem.softcap > 0:  # tanh's gradient does not fit beside 128 rows of P, dP and dQ
         return split_tiles(problem)
-    prepares = set(problem.features) <= {"causal", "gqa", "sink", "alibi"}  # measured, or without a spill more in the loops
+    features, few = set(problem.features), {"causal", "gqa", "sink", "alibi"}
+    converts = features <= few  # measured, or without a spill more in the loops
     if width(problem) == 64:
-        return BackwardConfig(block_m=128, dk_last=True, prepares=prepares, converts=prepares)
+        return BackwardConfig(block_m=128, dk_last=True, prepares=converts, converts=converts)
+    slow = problem.mask_kind != "window" or sum(problem.window) >= PREPARE_WINDOW  # tiles have time to prepare rows
     early = problem.mask_kind != "full" and not problem.varlen and problem.softcap == 0  # whose gradient takes the registers
-    return BackwardConfig(early_statistics=early, prepares=prepares, converts=prepares)
+    prepares = slow and features <= few | {"window", "softcap"}
+    return BackwardConfig(early_statistics=early, prepares=prepares, converts=converts)
 
 
 def deterministic_tiles(problem: Problem) -> BackwardConfig:
@@ -172,7 +176,10 @@ def ordered_tiles(problem: Problem) -> BackwardConfig:
     """
     config = fused_tiles(problem)
     full = problem.mask_kind == "full"
-    return replace(config, ordered=config.dq, converts=config.converts and full, early_statistics=False)
+    prepares = config.prepares and problem.mask_kind != "window" and problem.softcap == 0
+    return replace(
+        config, ordered=config.dq, prepares=prepares, converts=prepares and config.converts and full, early_statistics=False
+    )
 
 
 def split_tiles(problem: Problem) -> BackwardConfig:
