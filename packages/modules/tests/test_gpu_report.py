@@ -78,6 +78,7 @@ def test_a_run_that_is_cut_leaves_a_report(tmp_path: Path) -> None:
     report, printed = run_cut(tmp_path)
     assert report["exit_status"] is None
     assert report["counts"] == {"passed": 3, "failed": 1, "errors": 0, "skipped": 0, "not_run": 6}
+    assert report["not_run"] == [f"test_sample.py::test_n[{n}]" for n in range(4, 10)]
     assert "test_n[1]: AssertionError: one is wrong" in printed
 
 

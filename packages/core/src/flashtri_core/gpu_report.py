@@ -3,10 +3,10 @@
     python -m pytest -p flashtri_core.gpu_report --gpu-report=FILE -m multi_gpu packages
 
 The file is JSON: commit, whether the checkout differed from it, GPUs, driver, versions, command, counts, seconds, the
-slowest tests, the names of those that failed, and why others were skipped. It is written anew every few seconds, so that
-a run that is cut leaves one too: its ``exit_status`` is null, and ``counts`` says how many tests had not run. Failures are
-printed as they happen. Where there is no checkout, the variable FLASHTRI_COMMIT names the commit, and FLASHTRI_DIRTY=1
-says that the files differ from it.
+slowest tests, the names of those that failed or (the first few) had not run, and why others were skipped. It is written
+anew every few seconds, so that a run that is cut leaves one too: its ``exit_status`` is null, and ``counts`` says how many
+tests had not run. Failures are printed as they happen. Where there is no checkout, the variable FLASHTRI_COMMIT names the
+commit, and FLASHTRI_DIRTY=1 says that the files differ from it.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import pytest
 import torch
 
 SLOWEST = 10
+NAMED = 20  # of those that had not run
 EVERY = 5.0  # seconds between two versions of the file
 
 
@@ -52,19 +53,19 @@ class GpuReport:
         self.skipped: Counter[str] = Counter()
         self.failed: list[str] = []
         self.seconds: defaultdict[str, float] = defaultdict(float)
-        self.planned = 0
+        self.planned: list[str] = []
         self.done: set[str] = set()
         self.head = {**commit(self.root, self.file), **machine()}  # of the start: files may change while tests run
         self.written = 0.0
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """How many tests there are, in one process."""
-        self.planned = max(self.planned, len(session.items))
+        self.planned = self.planned or [item.nodeid for item in session.items]
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
         """How many tests there are, under pytest-xdist: each worker has collected all."""
-        self.planned = max(self.planned, len(ids))
+        self.planned = ids
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """A file that could not be collected is an error of the run."""
@@ -111,6 +112,7 @@ class GpuReport:
     def _write(self, exit_status: int | None) -> None:
         self.written = time.time()
         slowest = sorted(self.seconds, key=self.seconds.__getitem__, reverse=True)[:SLOWEST]
+        left = [name for name in self.planned if name not in self.done]
         report = {
             "commit": self.head["commit"],
             "dirty": self.head["dirty"],
@@ -120,9 +122,10 @@ class GpuReport:
             **self.head,
             "counts": {
                 **{name: self.counts[name] for name in ("passed", "failed", "errors", "skipped")},
-                "not_run": max(0, self.planned - len(self.done)),
+                "not_run": len(left),
             },
             "failed": sorted(set(self.failed)),
+            "not_run": left[:NAMED],
             "skipped": dict(sorted(self.skipped.items())),
             "seconds": round(time.time() - self.started, 1),
             "slowest": {name: round(self.seconds[name], 1) for name in slowest},
