@@ -438,6 +438,15 @@ def test_features_that_prepare_compile_well(sm90, change):
     assert tile_spills(main.sass) <= max(tile_spills(alone.sass), 4)
 
 
+def test_a_config_leaves_the_walk_of_its_first_problem_behind():
+    full = problem(*dense(128, n=1024))
+    causal = dataclasses.replace(full, causal=True)
+    rotates, both = (hopper.plan(p, True).config for p in (full, causal))
+    assert (rotates.rotation, rotates.both_ways, both.rotation, both.both_ways) == (66, False, 0, True)
+    assert hopper.plan(causal, True, rotates).config.rotation == 0
+    assert not hopper.plan(full, True, both).config.both_ways
+
+
 def test_which_features_prepare():
     base = dataclasses.replace(problem(*dense(128, n=4096)), causal=True)
     for change, wanted in (

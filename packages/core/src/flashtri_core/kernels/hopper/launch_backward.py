@@ -255,6 +255,7 @@ def specialise(config: BackwardConfig, problem: Problem) -> BackwardConfig:
         edge_hi=mask.Q_RIGHT_EDGE,
         past_end=problem.mask_kind == "full" or problem.window[1] > 0,
         linear_bias=config.linear_bias and launch_forward.linear_bias(problem),
+        rotation=0,  # plan() says
         both_ways=config.ordered and problem.mask_kind == "causal" and not problem.varlen and not problem.seqused,
     )
 
